@@ -1,0 +1,22 @@
+"""What every test shares: the checkout, a copy of it to write in, and an environment without a network."""
+import os,shutil
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Set before any test module imports a library that reads them
+os.environ.update(WANDB_MODE="offline", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+for name in [k for k in os.environ if k.startswith("AGENTRL_")]: del os.environ[name]
+
+@pytest.fixture(scope="session")
+def root():
+    "The checkout"
+    return ROOT
+
+@pytest.fixture
+def checkout(tmp_path):
+    "A copy of the checkout, without what is ignored"
+    skip = shutil.ignore_patterns(".git", ".venv*", "_*s", "_proc", "*.egg-info", "__pycache__", ".*_c*", "wandb", ".hypothesis")
+    return shutil.copytree(ROOT, tmp_path/"checkout", ignore=skip, symlinks=True)
