@@ -19,15 +19,16 @@ def result_text(
     "The text of a result, exactly as the policy sees it"
     return json.dumps(result)
 
-# %% ../../nbs/task/env.ipynb #8e9a77b8
+# %% ../../nbs/task/env.ipynb #62a9aa4b
 class Environment:
-    "A database behind an `sql` tool whose calls time out at a given rate (TRL's `environment_factory` protocol)"
+    "A database behind an `sql` tool that times out at a given rate (TRL's `environment_factory` protocol)"
     def __init__(self,
         database:str|Path,        # An SQLite file
         timeout_rate:float=0.0,   # Share of calls that time out, 0 to 1
         max_calls:int=12,         # Calls of an episode; those beyond fail with kind `budget`
     ):
-        if not 0 <= timeout_rate <= 1: raise ValueError(f"timeout_rate is {timeout_rate}: give a share from 0 to 1.")
+        if not 0 <= timeout_rate <= 1:
+            raise ValueError(f"timeout_rate is {timeout_rate}: give a share from 0 to 1.")
         self.connection,self.timeout_rate,self.max_calls = open_database(database),timeout_rate,max_calls
         self.reset()
 
@@ -36,7 +37,7 @@ class Environment:
         **task,      # Other columns of the task's row, which this environment does not need
     )->None:
         "Start an episode"
-        self.calls,self._faults = [],random.Random(f"{seed}")  # calls: (tool, kind), with kind "ok" where all is well
+        self.calls,self._faults = [],random.Random(f"{seed}")  # calls: (tool, kind), kind "ok" where all is well
 
     def sql(self, query: str) -> str:
         """Run one SQL SELECT query on the database.
@@ -50,8 +51,8 @@ class Environment:
         return result_text(self._use("sql", lambda: sql(self.connection, query), self.timeout_rate))
 
     def _use(self, tool, run, timeout_rate=0.0):
-        struck = self._faults.random() < timeout_rate
-        if len(self.calls) >= self.max_calls: result = failure("budget", f"no more than {self.max_calls} calls")
+        struck,spent = self._faults.random() < timeout_rate,len(self.calls) >= self.max_calls
+        if spent: result = failure("budget", f"no more than {self.max_calls} calls")
         else: result = failure("timeout", "try again") if struck else run()
         self.calls.append((tool, result.get("kind", "ok")))
         return result
@@ -77,11 +78,11 @@ def bad_argument(
         kind = get_origin(signature.parameters[name].annotation) or signature.parameters[name].annotation
         if not isinstance(value, kind): return f"{name} must be {kind.__name__}"
 
-# %% ../../nbs/task/env.ipynb #4befac5e
+# %% ../../nbs/task/env.ipynb #c1971b96
 def call(
     environment,  # An `Environment`
     text:str,     # What the policy wrote between the two marks of a call
-)->dict:          # The result; kinds of failure beside the tool's own: `malformed`, `unknown_tool`, `argument`
+)->dict:          # The result; kinds of failure beside the tool's: `malformed`, `unknown_tool`, `argument`
     "Play one call of a policy"
     tools,parsed = tool_methods(environment),parse_call(text)
     if isinstance(parsed, dict): return environment._use("?", lambda: parsed)

