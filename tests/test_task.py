@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from agentrl_cookbook.task import world
 from agentrl_cookbook.task.env import Environment, call, result_text, tool_methods
-from agentrl_cookbook.task.synth import Task, all_tasks, chains, graph, held_out, make_task, sample_tasks, solve
+from agentrl_cookbook.task.synth import Task, all_tasks, chains, graph, belongs, make_task, SPLITS, sample_tasks, solve
 from agentrl_cookbook.task.tools import RESERVED, connect, open_database, parse_call, quoted, schema, sql
 from agentrl_cookbook.task.world import company, flights, write_database
 
@@ -120,15 +120,16 @@ def test_train_and_test_are_disjoint_whatever_the_seeds(g):
 
 def test_the_split_is_a_hash_of_the_task_alone(g):
     for t in all_tasks(g, 2):
-        assert held_out(t) == (int(hashlib.sha1(t.id.encode()).hexdigest()[:8], 16)/2**32 < 0.2)
-        assert held_out(t, 0.1) <= held_out(t, 0.3) and not held_out(t, 0) and held_out(t, 1)
+        assert belongs(t, "test") == (int(hashlib.sha1(t.id.encode()).hexdigest()[:8], 16)/2**32 < 0.2)
+        assert [belongs(t, s) for s in ("test", "rl", "sft")].count(True) == 1
+        assert belongs(t, "train") == (belongs(t, "rl") or belongs(t, "sft"))
 
 @quick
-@given(seed=st.integers(0, 10**6), n=st.integers(0, 60), split=st.sampled_from(["train", "test"]))
+@given(seed=st.integers(0, 10**6), n=st.integers(0, 60), split=st.sampled_from(list(SPLITS)))
 def test_samples_follow_their_seed_and_their_side(g, seed, n, split):
     tasks = sample_tasks(g, n, {1: 1, 2: 2}, seed, split)
     assert len(tasks) == n and tasks == sample_tasks(g, n, {1: 1, 2: 2}, seed, split)
-    assert all(held_out(t) == (split == "test") and t.hops in (1, 2) for t in tasks)
+    assert all(belongs(t, split) and t.hops in (1, 2) for t in tasks)
     if split == "test": assert len({t.id for t in tasks}) == n
 
 def test_samples_do_not_depend_on_the_process(g, database):
@@ -143,7 +144,7 @@ def test_hops_are_drawn_by_their_weights(g):
     assert abs(share[2]/4000-0.75) < 0.03 and not sample_tasks(g, 50, {1: 0, 2: 1, 9: 0}, 0, "train")[0].hops == 1
 
 def test_all_held_out_tasks_can_be_drawn_and_no_more(g):
-    n = sum(map(held_out, all_tasks(g, 1)))
+    n = sum(belongs(t, "test") for t in all_tasks(g, 1))
     assert len({t.id for t in sample_tasks(g, n, {1: 1}, 5, "test")}) == n
     with pytest.raises(ValueError, match=f"has only {n} test tasks of 1 hops: ask for fewer"):
         sample_tasks(g, n+1, {1: 1}, 5, "test")

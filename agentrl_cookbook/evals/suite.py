@@ -51,7 +51,7 @@ def detectable(
     half = z2*(2*p-1)
     return float((half+math.sqrt(half**2+8*z2*p*(1-p)*(n+z2)))/(2*(n+z2)))
 
-# %% ../../nbs/evals/suite.ipynb #593033f0
+# %% ../../nbs/evals/suite.ipynb #bd7028d0
 def evaluate(
     model,               # The policy
     tokenizer,           # Its tokenizer, with a chat template
@@ -61,14 +61,17 @@ def evaluate(
     timeout_rate:float,  # Share of tool calls that time out, in [0, 1]
     seed:int,            # Seed of the sampling and of the time-outs
     slots:int=128,       # Episodes played side by side
-    progress=None,       # Called with each episode when it ends
-    **limits,            # What else `rollout` takes, such as `max_tokens`
+    max_calls:int=8,     # Most tool calls of an episode
+    progress=None,       # A progress bar such as tqdm's; its `update(1)` is called for each finished episode
+    **options,           # `max_tokens`, `system` and other options of `rollout`
 )->list:                 # Scored episodes, in the order of the tasks
     "Play held-out tasks and score them"
-    environments = [Environment(database, timeout_rate=timeout_rate) for _ in range(min(slots, len(tasks)))]
-    seeds,generator = [f"{seed}-{i}" for i in range(len(tasks))],torch.Generator().manual_seed(seed)
-    return rollout(model, tokenizer, environments, tasks, seeds, temperature=temperature, generator=generator,
-                   on_end=progress, **limits)
+    environments = [Environment(database, timeout_rate, max_calls) for _ in range(min(slots, len(tasks)))]
+    generator = torch.Generator().manual_seed(seed)
+    faults = [f"{seed}-{i}" for i in range(len(tasks))]
+    on_end = (lambda episode: progress.update(1)) if progress is not None else None
+    return rollout(model, tokenizer, environments, tasks, faults, temperature=temperature, generator=generator,
+                   on_end=on_end, **options)
 
 # %% ../../nbs/evals/suite.ipynb #c7c49da2
 def _mean(values):

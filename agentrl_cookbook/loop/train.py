@@ -72,7 +72,7 @@ def keep_mixed(
     mixed = reward_PG.max(1) > reward_PG.min(1)
     return sorted(range(len(reward_PG)), key=lambda i: not mixed[i])[:keep]
 
-# %% ../../nbs/loop/train.ipynb #2220a95a
+# %% ../../nbs/loop/train.ipynb #92041db5
 def train_rl(
     model,                  # The policy, after SFT
     tokenizer,              # Its tokenizer
@@ -110,7 +110,7 @@ def train_rl(
         first = [by_question[p[-1]["content"]] for p in prompts[::group_size]]
         extra = [tasks[(groups*updates+update*groups*(played-1)+i) % len(tasks)] for i in range(groups*(played-1))]
         todo = [t for t in first+extra for _ in range(group_size)]
-        generator = torch.Generator(model.device).manual_seed(hash((seed, update)) % 2**31)
+        generator = torch.Generator().manual_seed(hash((seed, update)) % 2**31)
         policy = trainer.accelerator.unwrap_model(trainer.model)
         episodes = rollout(policy, tokenizer, environments, todo, [f"{seed}-{update}-{i}" for i in range(len(todo))],
                            temperature=trainer.temperature, max_tokens=max_tokens, generator=generator, system=system)

@@ -9,33 +9,32 @@ __all__ = ['hidden_matrices', 'MuonAdamW']
 import torch
 from torch import nn
 
-# %% ../../nbs/policy/optim.ipynb #029d30dd
+# %% ../../nbs/policy/optim.ipynb #ce1ada71
 def hidden_matrices(
-    model: nn.Module,            # Any transformer
-) -> dict[str, nn.Parameter]:    # The weights that Muon takes, by name
+    model: nn.Module,          # A transformer
+) -> dict[str, nn.Parameter]:  # The weights that Muon takes, by name
     "Trainable weights of linear layers, without the output head and layers with a single output"
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     return {f"{name}.weight": layer.weight for name, layer in model.named_modules()
             if isinstance(layer, nn.Linear) and layer is not head
             and layer.weight.requires_grad and min(layer.weight.shape) > 1}
 
-# %% ../../nbs/policy/optim.ipynb #a56b7e45
+# %% ../../nbs/policy/optim.ipynb #904fcbb6
 class MuonAdamW(torch.optim.Optimizer):
-    "Muon on `hidden_matrices`, AdamW on all other weights; to trainers and schedulers it is one optimizer"
+    "Muon on `hidden_matrices`, AdamW on all other weights, as one optimizer (group 0 is AdamW's, group 1 Muon's)"
     def __init__(self,
-        model: nn.Module,             # Weights that do not require a gradient are left out
-        muon_lr: float = 0.02,        # Learning rate of Muon; an update has a root mean square near 1/sqrt(width)
-        adamw_lr: float = 3e-3,       # Learning rate of AdamW
-        betas: tuple[float, float] = (0.9, 0.95),  # AdamW's decay rates of the mean and the mean square
-        weight_decay: float = 0.0,    # Decoupled weight decay of both
-        momentum: float = 0.95,       # Muon's decay rate of the mean
+        model: nn.Module,         # Its frozen weights are left out
+        muon_lr: float = 0.02,    # Learning rate of Muon; the mean step is this divided by the root of the width
+        adamw_lr: float = 3e-3,   # Learning rate of AdamW, the one that trainers show
+        betas: tuple[float, float] = (0.9, 0.95),  # AdamW's decay of the mean and of the mean square, a step
+        weight_decay: float = 0.0,  # Decay of the weights of both, times the learning rate, a step
+        momentum: float = 0.95,   # Muon's decay of the mean, a step
     ):
         hidden = list(hidden_matrices(model).values())
-        taken = {id(p) for p in hidden}
-        rest = [p for p in model.parameters() if p.requires_grad and id(p) not in taken]
-        self._parts = [torch.optim.AdamW(rest, lr=adamw_lr, betas=betas, weight_decay=weight_decay),
-                       torch.optim.Muon(hidden, lr=muon_lr, momentum=momentum, weight_decay=weight_decay)]
-        super().__init__([part.param_groups[0] for part in self._parts], {})
+        rest = [p for p in model.parameters() if p.requires_grad and not any(p is h for h in hidden)]
+        self._parts = [torch.optim.AdamW([dict(params=rest)], adamw_lr, betas, weight_decay=weight_decay),
+                       torch.optim.Muon([dict(params=hidden)], muon_lr, weight_decay, momentum)]
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
 
     @torch.no_grad()
     def step(self, closure=None):

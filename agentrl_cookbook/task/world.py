@@ -45,15 +45,15 @@ create table ticket(id integer primary key, about text references product(name),
                     agent text references person(name), level text);
 """
 
-# %% ../../nbs/task/world.ipynb #b8e00006
+# %% ../../nbs/task/world.ipynb #b7de0576
 CITIES = dict(Norway="Oslo Bergen", Portugal="Lisbon Porto", Spain="Madrid Sevilla", France="Paris Lyon Nice",
     Italy="Rome Milan Turin", Germany="Berlin Munich Cologne", Austria="Vienna Graz", Greece="Athens Patras",
     Poland="Warsaw Gdansk")
 TEAMS = "Atlas Borealis Comet Delta Ember Falcon Granite Harbor Indigo Juniper Keystone Lumen".split()
-PEOPLE = ("Ada Ben Cleo Dan Eva Finn Gus Hana Ivo Jana Karl Lena Mia Nils Ola Pia Quinn Rosa Sven Tara Udo Vera "
-    "Wim Xenia Yann Zoe Abel Bea Cora Dina Emil Fay Gino Hugo Iris Jos Kim Lars Maya Noor").split()
-PRODUCTS = ("Anvil Beacon Cable Drill Engine Filter Gasket Hammer Inverter Jack Kettle Lamp Motor Nozzle Pump "
-    "Relay Sensor Tripod Valve Winch").split()
+PEOPLE = ("Ada Ben Cleo Dan Eva Finn Gus Hana Ivo Jana Karl Lena Mia Nils Ola Pia Quinn Rosa Sven Tara Udo "
+    "Vera Wim Xenia Yann Zoe Abel Bea Cora Dina Emil Fay Gino Hugo Iris Jos Kim Lars Maya Noor").split()
+PRODUCTS = ("Anvil Beacon Cable Drill Engine Filter Gasket Hammer Inverter Jack Kettle Lamp Motor Nozzle "
+    "Pump Relay Sensor Tripod Valve Winch").split()
 
 # %% ../../nbs/task/world.ipynb #b1c388b0
 def company(
