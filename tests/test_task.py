@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from agentrl_cookbook.task import world
-from agentrl_cookbook.task.env import Environment, call, result_text, tool_methods
+from agentrl_cookbook.task.env import Environment, call, instructions, result_text, tool_methods
 from agentrl_cookbook.task.synth import Task, all_tasks, chains, graph, belongs, make_task, SPLITS, sample_tasks, solve
 from agentrl_cookbook.task.tools import RESERVED, connect, open_database, parse_call, quoted, schema, sql
 from agentrl_cookbook.task.world import company, flights, write_database
@@ -149,6 +149,11 @@ def test_all_held_out_tasks_can_be_drawn_and_no_more(g):
     with pytest.raises(ValueError, match=f"has only {n} test tasks of 1 hops: ask for fewer"):
         sample_tasks(g, n+1, {1: 1}, 5, "test")
 
+def test_where_one_number_of_hops_runs_out_the_others_go_on(g):
+    n = sum(belongs(t, "test") for t in all_tasks(g, 1))
+    hops = Counter(t.hops for t in sample_tasks(g, 2*n+100, {1: 1, 2: 1}, 0, "test"))
+    assert hops == {1: n, 2: n+100}
+
 def test_hops_that_the_database_lacks_are_named(sky):
     with pytest.raises(ValueError, match="only 0 train tasks of 4 hops"): sample_tasks(graph(sky), 1, {4: 1}, 0, "train")
     with pytest.raises(ValueError, match="split is 'dev'"): sample_tasks(graph(sky), 1, {1: 1}, 0, "dev")
@@ -250,13 +255,14 @@ ATTEMPTS = [
     ("timeout", "SELECT count(*) FROM "+", ".join(f"person p{i}" for i in range(30))),
     ("too_large", f"{endless} i FROM n"), ("too_large", "SELECT name FROM person"),
     ("too_large", "SELECT zeroblob(1000000000)"), ("too_large", "SELECT hex(randomblob(9000))"),
-    ("too_large", "SELECT "+",".join(["hex(zeroblob(4900))"]*400)), ("too_large", "SELECT group_concat(a.name) FROM person a, person b")]
+    ("too_large", "SELECT "+",".join(["hex(zeroblob(4900))"]*100)), ("too_large", "SELECT group_concat(a.name) FROM person a, person b")]
 
 @pytest.mark.parametrize("kind,query", ATTEMPTS, ids=range(len(ATTEMPTS)))
 def test_attempts_end_as_tool_errors_in_time(fort, kind, query):
-    start,r = monotonic(),sql(fort, query, seconds=0.2)
+    limit = 0.2 if kind == "timeout" else 10  # seconds
+    start,r = monotonic(),sql(fort, query, limit)
     assert is_result(r) and r.get("kind") == kind and len(r["error"]) <= 200, r
-    assert monotonic()-start < 5  # a limit of 0.2 s, on a machine that is busy with other things
+    assert monotonic()-start < 5  # whatever the kind; the machine may be busy with other things
 
 def test_no_function_of_sqlite_outruns_the_clock(guarded, database):
     "Each function that is allowed, with arguments as long and as large as they may be"
@@ -270,6 +276,11 @@ def test_no_function_of_sqlite_outruns_the_clock(guarded, database):
                 start = monotonic()
                 assert is_result(sql(guarded, f"SELECT {name}({','.join([*args, *[long]*(k-len(args))])})", seconds=0.1))
                 assert monotonic()-start < 3, (name, args)
+
+def test_a_lookup_never_meets_the_clock(guarded, g):
+    "With no time at all: the results of a training run do not depend on how busy the machine is"
+    for t in sample_tasks(g, 50, {3: 1}, 0, "train"):
+        assert [sql(guarded, q, seconds=-1) for q in t.queries] == [sql(guarded, q) for q in t.queries]
 
 def test_a_column_may_be_called_like_a_refused_function(tmp_path):
     path = write_database(tmp_path/"b.db", "create table book(name text primary key, format text)", dict(book=[("a", "pdf")]))
@@ -360,6 +371,12 @@ def test_reset_forgets_the_episode(database):
 @pytest.mark.parametrize("rate", [-0.1, 1.1, 20])
 def test_a_rate_that_is_no_share_is_refused(database, rate):
     with pytest.raises(ValueError, match="timeout_rate is .*: give a share from 0 to 1"): Environment(database, rate)
+
+def test_instructions_describe_tools_tables_and_the_form_of_a_call(database):
+    told = instructions(Environment(database))
+    assert "person(name, team, home, manager, role)" in told and json.dumps(schema(Environment(database).sql)) in told
+    example = told.split("<tool_call>")[1].split("</tool_call>")[0]
+    assert parse_call(example) == ("sql", dict(query="SELECT ..."))
 
 def test_the_schema_of_the_tool(database):
     described = schema(Environment(database).sql)

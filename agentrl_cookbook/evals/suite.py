@@ -51,7 +51,7 @@ def detectable(
     half = z2*(2*p-1)
     return float((half+math.sqrt(half**2+8*z2*p*(1-p)*(n+z2)))/(2*(n+z2)))
 
-# %% ../../nbs/evals/suite.ipynb #bd7028d0
+# %% ../../nbs/evals/suite.ipynb #7d4573c4
 def evaluate(
     model,               # The policy
     tokenizer,           # Its tokenizer, with a chat template
@@ -70,8 +70,8 @@ def evaluate(
     generator = torch.Generator().manual_seed(seed)
     faults = [f"{seed}-{i}" for i in range(len(tasks))]
     on_end = (lambda episode: progress.update(1)) if progress is not None else None
-    return rollout(model, tokenizer, environments, tasks, faults, temperature=temperature, generator=generator,
-                   on_end=on_end, **options)
+    return rollout(model, tokenizer, environments, tasks, faults, temperature=temperature,
+                   generator=generator, on_end=on_end, **options)
 
 # %% ../../nbs/evals/suite.ipynb #c7c49da2
 def _mean(values):

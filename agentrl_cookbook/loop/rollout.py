@@ -64,7 +64,7 @@ def choose(
     else: token_S = logp_SV.argmax(-1)
     return token_S,logp_SV.gather(1, token_S[:, None])[:, 0]
 
-# %% ../../nbs/loop/rollout.ipynb #83208886
+# %% ../../nbs/loop/rollout.ipynb #e7ad6038
 class _Slot:
     "One running episode: `take` gets a sampled token and says whether the episode goes on"
     def __init__(self, environment, episode, play):
@@ -78,7 +78,8 @@ class _Slot:
             return True
         self.next = token
         e.ids.append(token); e.mask.append(1); e.logp.append(logp)
-        if token != self.play["end"]: return len(e.ids) < self.play["max_tokens"]
+        if token != self.play["end"]:
+            return len(e.ids) < self.play["max_tokens"] and len(e.ids)-self.start < self.play["max_turn_tokens"]
         return self._end_turn()
 
     def _end_turn(self):
@@ -99,7 +100,7 @@ class _Slot:
         self.waiting,self.start = new,len(e.ids)
         return True
 
-# %% ../../nbs/loop/rollout.ipynb #8b2ba01e
+# %% ../../nbs/loop/rollout.ipynb #d6a325b3
 def rollout(
     model,                 # The policy, a causal language model
     tokenizer,             # With a chat template that knows the role `tool`
@@ -108,6 +109,7 @@ def rollout(
     seeds:list,            # Of the faults of each episode, B
     temperature:float=1.0, # 0 takes the most likely token
     max_tokens:int=224,    # Most tokens after the prompt, the tools' included
+    max_turn_tokens:int=40,# Most tokens of one message of the policy
     generator:torch.Generator|None=None,  # Of the sampling; None for the global one
     system:str="",         # A system message before every question
     stop_on_illegal:bool=True,            # End an episode at its first illegal call
@@ -121,7 +123,7 @@ def rollout(
     go_on = ("ok", "timeout") if stop_on_illegal else ("ok", "timeout", "sql", "denied", "too_large", "malformed",
                                                        "unknown_tool", "argument")
     play = dict(tokenizer=tokenizer, between=between_turns(tokenizer), end=tokenizer.eos_token_id,
-                max_tokens=max_tokens, go_on=go_on)
+                max_tokens=max_tokens, max_turn_tokens=max_turn_tokens, go_on=go_on)
     S,order = min(len(environments), len(tasks)),iter(range(len(tasks)))
     slots,position_S = [None]*S,torch.zeros(S, dtype=torch.long, device=model.device)
     with decoding(model):

@@ -72,7 +72,7 @@ def keep_mixed(
     mixed = reward_PG.max(1) > reward_PG.min(1)
     return sorted(range(len(reward_PG)), key=lambda i: not mixed[i])[:keep]
 
-# %% ../../nbs/loop/train.ipynb #92041db5
+# %% ../../nbs/loop/train.ipynb #c175195e
 def train_rl(
     model,                  # The policy, after SFT
     tokenizer,              # Its tokenizer
@@ -84,11 +84,13 @@ def train_rl(
     group_size:int=8,       # Attempts at each task, G
     played:int=1,           # Groups played for each one trained on; those without signal are left out first
     steps_per_update:int=2, # Optimizer steps on each batch of episodes
-    lr:float=5e-4,          # AdamW's learning rate; it falls to 0
+    lr:float=5e-4,          # AdamW's learning rate; it rises, then falls to 0
     muon_lr:float=0.0,      # Muon's, for matrices; 0 trains everything with AdamW
     loss_type:str="cispo",  # An objective of TRL
     cap:float=5.0,          # `epsilon_high`: of CISPO the largest weight, of clipped objectives the distance above 1
     max_tokens:int=224,     # Most tokens of an episode after the prompt
+    max_turn_tokens:int=40, # Most tokens of one message of the policy
+    warmup:int=10,          # Optimizer steps in which the learning rate rises
     seed:int=0,             # Of sampling and faults
     shuffle_rewards:bool=False,  # Deal the rewards to random episodes: the control
     monitor=None,           # Gets `record(episodes)`, and is a callback of the trainer
@@ -113,7 +115,8 @@ def train_rl(
         generator = torch.Generator().manual_seed(hash((seed, update)) % 2**31)
         policy = trainer.accelerator.unwrap_model(trainer.model)
         episodes = rollout(policy, tokenizer, environments, todo, [f"{seed}-{update}-{i}" for i in range(len(todo))],
-                           temperature=trainer.temperature, max_tokens=max_tokens, generator=generator, system=system)
+                           temperature=trainer.temperature, max_tokens=max_tokens, max_turn_tokens=max_turn_tokens, generator=generator,
+                           system=system)
         reward_PG = np.array([e.score.reward for e in episodes]).reshape(-1, group_size)
         if monitor: monitor.record(episodes)
         if shuffle_rewards: np.random.default_rng((seed, update)).shuffle(reward_PG.reshape(-1))
@@ -134,7 +137,7 @@ def train_rl(
     trainer = AgentTrainer(
         model, reward_funcs=lambda reward, **_: reward, args=args, rollout_func=play, processing_class=tokenizer,
         train_dataset=Dataset.from_list([dict(prompt=c) for c in chats]),
-        optimizers=(optimizer, get_linear_schedule_with_warmup(optimizer, 0, args.max_steps)),
+        optimizers=(optimizer, get_linear_schedule_with_warmup(optimizer, warmup, args.max_steps)),
         callbacks=[Progress("RL", "", ("reward", "entropy"), unit=steps_per_update), *([monitor] if monitor else [])])
     trainer.remove_callback(PrinterCallback)
     resume(trainer, output)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['find_policy', 'agent_template', 'load_policy']
 
-# %% ../../nbs/policy/load.ipynb #dc748827
+# %% ../../nbs/policy/load.ipynb #9291ce1a
 import re
 import struct
 from importlib.util import find_spec
@@ -16,14 +16,15 @@ from gguf import GGUFReader
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
 from safetensors import SafetensorError
 from tokenizers import AddedToken
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel,
+                          PreTrainedTokenizerBase)
 from trl.chat_template_utils import (get_training_chat_template, has_generation_markers,
                                      qwen2_5_training_chat_template, supports_tool_calling)
 
-# %% ../../nbs/policy/load.ipynb #112eb952
+# %% ../../nbs/policy/load.ipynb #baa86067
 def find_policy(
     name: str,                # A hub id, a folder, path/to/file.gguf, or package:file.gguf
-) -> tuple[str, str | None]:  # Hub id or folder, and the name of the GGUF file in the folder (None: no GGUF)
+) -> tuple[str, str | None]:  # A folder or a hub id, and the name of the GGUF file in the folder or None
     "Where the files of a policy are, without reading them"
     if found := re.fullmatch(r"(\w{2,}):([^/\\]+\.gguf)", name):
         spec = find_spec(found[1])  # does not import the package, which may need what is not installed
@@ -40,35 +41,11 @@ def find_policy(
         if (path/"config.json").exists() or (path/"adapter_config.json").exists(): return str(path), None
         match sorted(p.name for p in path.glob("*.gguf")):
             case [file]: return str(path), file
-            case []: raise FileNotFoundError(f"{path} has no config.json: give a folder that save_pretrained wrote.")
-            case files: raise ValueError(f"{name} has several GGUF files, name one of them: {', '.join(files)}.")
+            case []: raise FileNotFoundError(f"{path} has no config.json: "
+                                             "give a folder that save_pretrained wrote.")
+            case files: raise ValueError(f"{path} has several GGUF files, name one: {', '.join(files)}.")
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", name): return name, None
     raise FileNotFoundError(f"There is no folder {name}: check the path, or give the hub id of a model.")
-
-# %% ../../nbs/policy/load.ipynb #a94c27e7
-def agent_template(
-    tokenizer: PreTrainedTokenizerBase,  # With a chat template
-) -> str:                                # A chat template with tool calls, tool results and assistant marks
-    "The tokenizer's own chat template if it can do all that, else the one TRL trains with"
-    own = tokenizer.chat_template
-    if supports_tool_calling(tokenizer):
-        if has_generation_markers(own): return own
-        try: return get_training_chat_template(tokenizer) or own
-        except ValueError: pass  # a template that TRL does not know
-    if {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.get_vocab()):
-        return qwen2_5_training_chat_template.replace("You are Qwen, created by Alibaba Cloud. ", "")
-    raise ValueError(f"The chat template of {tokenizer.name_or_path} has no tool calls or no {{% generation %}} marks: "
-                     "set tokenizer.chat_template to one that has both and save the tokenizer.")
-
-# %% ../../nbs/policy/load.ipynb #139075b9
-def _tokenizer(where, gguf=None):
-    if not gguf: return AutoTokenizer.from_pretrained(where)
-    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=gguf)
-    fields = GGUFReader(Path(where)/gguf).fields
-    tokens, kinds = (fields[f"tokenizer.ggml.{k}"].contents() for k in ("tokens", "token_type"))
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=k == 3) for t, k in zip(tokens, kinds)
-                          if k in (3, 4)])  # 3: control, 4: defined by the user
-    return tokenizer
 
 # %% ../../nbs/policy/load.ipynb #89621589
 def _model(where, gguf=None, **kw):
@@ -81,50 +58,49 @@ def _model(where, gguf=None, **kw):
             raise ValueError(f"they do not fit config.json: they {what} {names[0]} ({len(names)} such)")
     return model
 
-# %% ../../nbs/policy/load.ipynb #a06ac308
-def _read(part, name, load, where, *args, **kw):
-    try: return load(where, *args, **kw)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, struct.error) as e:
-        cure = ("Save or copy it again" if Path(where).is_dir() else
-                "Check the name; without a network give a folder, a GGUF file, or a model that is in the cache")
-        why = str(e).strip().splitlines()[0][:300].rstrip(" .:")
-        raise ValueError(f"The {part} of {name} cannot be loaded: {why}. {cure}.") from e
+# %% ../../nbs/policy/load.ipynb #7b4dcda7
+def agent_template(
+    tokenizer: PreTrainedTokenizerBase,  # With a chat template
+) -> str:                                # A chat template with tool calls, tool results and assistant marks
+    "The tokenizer's own chat template if it can do all that, else the one TRL trains with"
+    own = tokenizer.chat_template
+    if supports_tool_calling(tokenizer):
+        if has_generation_markers(own): return own
+        try: return get_training_chat_template(tokenizer) or own
+        except ValueError: pass  # a template that TRL does not know
+    if {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.get_vocab()):
+        return qwen2_5_training_chat_template.replace("You are Qwen, created by Alibaba Cloud. ", "")
+    raise ValueError(f"The chat template of {tokenizer.name_or_path} has no tool calls, or no {{% generation %}} "
+                     "around what the assistant writes: set tokenizer.chat_template to one with both and save it.")
 
-# %% ../../nbs/policy/load.ipynb #fe6ac873
-def load_policy(
-    name: str,               # A hub id, a folder, path/to/file.gguf, or package:file.gguf
-    lora_rank: int = 0,      # Rank of new LoRA adapters on all linear layers; 0: none, every weight is trained
-    dtype: str = "float32",  # Name of a torch dtype; the blocks of a GGUF file are unpacked to it
-    seed: int = 0,           # Seed of new adapters
-    **kw,                    # For from_pretrained: device_map, attn_implementation, ...
-) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:  # Ready to play and to train
-    "A policy and its tokenizer, or one sentence that says what is wrong with them"
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"There is no dtype {dtype!r} in torch: use float32 or bfloat16.")
-    if lora_rank < 0: raise ValueError(f"lora_rank is {lora_rank}: use 0 for none, or a positive rank.")
-    where, gguf = find_policy(name)
-    if (Path(where)/"adapter_config.json").exists():
-        if lora_rank: raise ValueError(f"{name} has LoRA adapters already: leave lora_rank at 0.")
-        base = _read("adapter", name, PeftConfig.from_pretrained, where).base_model_name_or_path
-        model, tokenizer = load_policy(base, dtype=dtype, **kw)
-        return _read("adapter", name, lambda w: PeftModel.from_pretrained(model, w, is_trainable=True), where), tokenizer
-    tokenizer = _read("tokenizer", name, _tokenizer, where, gguf)
-    _prepare(tokenizer, name)
-    model = _read("weights", name, _model, where, gguf, dtype=dtype, **kw)
-    rows = model.get_input_embeddings().num_embeddings
-    if len(tokenizer) > rows and not gguf:
-        raise ValueError(f"{name} mixes two models: its tokenizer has {len(tokenizer)} tokens, its weights {rows}.")
-    return _with_lora(model, lora_rank, seed, name) if lora_rank else model, tokenizer
+# %% ../../nbs/policy/load.ipynb #20ef0f36
+def _tokenizer(where, gguf=None, **hub):
+    if not gguf: return AutoTokenizer.from_pretrained(where, **hub)
+    tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=gguf)
+    fields = GGUFReader(Path(where)/gguf).fields
+    tokens, kinds = (fields[f"tokenizer.ggml.{k}"].contents() for k in ("tokens", "token_type"))
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=k == 3) for t, k in zip(tokens, kinds)
+                          if k in (3, 4)])  # 3: control, 4: defined by the user
+    return tokenizer
 
-# %% ../../nbs/policy/load.ipynb #771ad662
+# %% ../../nbs/policy/load.ipynb #ddcc0972
 def _prepare(tokenizer, name):
     if tokenizer.decode(tokenizer.encode("a", add_special_tokens=False)).strip() != "a":
         raise ValueError(f"{name} has no tokenizer: save the one it was trained with there.")
     if not tokenizer.chat_template:
-        raise ValueError(f"The tokenizer of {name} has no chat template, so nothing would tell turns and tool calls "
-                         "apart: take the instruct version of the model, or set tokenizer.chat_template and save it.")
+        raise ValueError(f"The tokenizer of {name} has no chat template, so turns could not be told apart: "
+                         "take the instruct version of the model, or set tokenizer.chat_template and save it.")
     tokenizer.chat_template, tokenizer.padding_side = agent_template(tokenizer), "left"
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
+
+# %% ../../nbs/policy/load.ipynb #749a70cc
+def _read(part, name, load, where, *args, **kw):
+    try: return load(where, *args, **kw)
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, struct.error) as e:
+        cure = ("Save or copy it again" if Path(where).is_dir() else
+                "There is no such folder, so it was taken for a hub id: check the name, or give a folder")
+        why = str(e).strip().splitlines()[0][:300].rstrip(" .:")
+        raise ValueError(f"The {part} of {name} cannot be loaded: {why}. {cure}.") from e
 
 # %% ../../nbs/policy/load.ipynb #ed4bcbf8
 def _with_lora(model, rank, seed, name):
@@ -134,3 +110,39 @@ def _with_lora(model, rank, seed, name):
         model = get_peft_model(model, config)
     config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).exists() else name
     return model
+
+# %% ../../nbs/policy/load.ipynb #60004f59
+def _with_saved_lora(name, where, dtype, kw):
+    if not (Path(where)/"adapter_model.safetensors").exists():
+        raise FileNotFoundError(f"{name} has no adapter_model.safetensors: copy the whole folder again.")
+    base = _read("adapter", name, PeftConfig.from_pretrained, where).base_model_name_or_path
+    model, tokenizer = load_policy(base, dtype=dtype, **kw)
+    def adapt(folder): return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    return _read("adapter", name, adapt, where), tokenizer
+
+# %% ../../nbs/policy/load.ipynb #918dc999
+def load_policy(
+    name: str,               # A hub id, a folder, path/to/file.gguf, or package:file.gguf
+    lora_rank: int = 0,      # Rank of new LoRA adapters on all linear layers; 0 trains every weight
+    dtype: str = "float32",  # Name of a torch dtype; the blocks of a GGUF file are unpacked to it
+    seed: int = 0,           # Seed of new adapters
+    **kw,                    # For from_pretrained: device_map, attn_implementation, revision, ...
+) -> tuple[PreTrainedModel | PeftModel, PreTrainedTokenizerBase]:  # Ready to play and to train
+    "A policy and its tokenizer, or one sentence that says what is wrong with them"
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"There is no dtype {dtype!r} in torch: use float32 or bfloat16.")
+    if lora_rank < 0: raise ValueError(f"lora_rank is {lora_rank}: use 0 for none, or a positive rank.")
+    name = str(name)
+    where, gguf = find_policy(name)
+    if (Path(where)/"adapter_config.json").exists():
+        if lora_rank: raise ValueError(f"{name} has LoRA adapters already: leave lora_rank at 0.")
+        return _with_saved_lora(name, where, dtype, kw)
+    hub = {k: kw[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kw}
+    tokenizer = _read("tokenizer", name, _tokenizer, where, gguf, **hub)
+    _prepare(tokenizer, name)
+    model = _read("weights", name, _model, where, gguf, dtype=dtype, **kw)
+    rows = model.get_input_embeddings().num_embeddings
+    if len(tokenizer) > rows and not gguf:
+        raise ValueError(f"{name} mixes two models: the tokenizer has {len(tokenizer)} tokens, the weights {rows}. "
+                         "Save both again.")
+    return _with_lora(model, lora_rank, seed, name) if lora_rank else model, tokenizer

@@ -19,16 +19,16 @@ def hidden_matrices(
             if isinstance(layer, nn.Linear) and layer is not head
             and layer.weight.requires_grad and min(layer.weight.shape) > 1}
 
-# %% ../../nbs/policy/optim.ipynb #904fcbb6
+# %% ../../nbs/policy/optim.ipynb #f29c5ce0
 class MuonAdamW(torch.optim.Optimizer):
-    "Muon on `hidden_matrices`, AdamW on all other weights, as one optimizer (group 0 is AdamW's, group 1 Muon's)"
+    "Muon on `hidden_matrices`, AdamW on all other weights, as one optimizer (groups: AdamW, Muon)"
     def __init__(self,
-        model: nn.Module,         # Its frozen weights are left out
-        muon_lr: float = 0.02,    # Learning rate of Muon; the mean step is this divided by the root of the width
-        adamw_lr: float = 3e-3,   # Learning rate of AdamW, the one that trainers show
+        model: nn.Module,       # Its frozen weights are left out
+        muon_lr: float = 0.02,  # Learning rate of Muon: a step's root mean square times the root of the width
+        adamw_lr: float = 3e-3,  # Learning rate of AdamW, the one that trainers show
         betas: tuple[float, float] = (0.9, 0.95),  # AdamW's decay of the mean and of the mean square, a step
-        weight_decay: float = 0.0,  # Decay of the weights of both, times the learning rate, a step
-        momentum: float = 0.95,   # Muon's decay of the mean, a step
+        weight_decay: float = 0.0,  # Decay of all weights, as a share of the learning rate, a step
+        momentum: float = 0.95,  # Muon's decay of the mean, a step
     ):
         hidden = list(hidden_matrices(model).values())
         rest = [p for p in model.parameters() if p.requires_grad and not any(p is h for h in hidden)]

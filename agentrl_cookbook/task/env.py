@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['result_text', 'Environment', 'tool_methods', 'bad_argument', 'call', 'instructions']
 
-# %% ../../nbs/task/env.ipynb #ab111782
+# %% ../../nbs/task/env.ipynb #6efd68b3
 import inspect,json,random
+from contextlib import closing
 from pathlib import Path
 from typing import get_origin
 
@@ -94,18 +95,18 @@ def call(
         return environment._use(name, lambda: failure("argument", wrong))
     return json.loads(tools[name](**arguments))
 
-# %% ../../nbs/task/env.ipynb #933e797c
+# %% ../../nbs/task/env.ipynb #ce7c533a
 def instructions(
     environment,  # An `Environment`
 )->str:           # A system message
     "What a pretrained policy must be told"
     tools = "\n".join(json.dumps(schema(m)) for m in tool_methods(environment).values())
-    reader = connect(environment.database)
-    try:
-        names = [n for n, in reader.execute("SELECT name FROM sqlite_master WHERE type='table' ORDER BY name")]
+    find = "SELECT name FROM sqlite_master WHERE type='table' AND name NOT LIKE 'sqlite_%' ORDER BY name"
+    with closing(connect(environment.database)) as reader:
+        names = [n for (n,) in reader.execute(find)]
         columns = {n: [row[1] for row in reader.execute(f"PRAGMA table_info({quoted(n)})")] for n in names}
-    finally: reader.close()
     tables = "\n".join(f"{n}({', '.join(c)})" for n,c in columns.items())
     return ("You answer questions about a database. Look up one fact at a time with the tool, in the form\n"
             '<tool_call>{"name": "sql", "arguments": {"query": "SELECT ..."}}</tool_call>\n'
-            f"Repeat a call that timed out. When you know the answer, write it alone.\nTools:\n{tools}\nTables:\n{tables}")
+            "Repeat a call that timed out. When you know the answer, write it alone.\n"
+            f"Tools:\n{tools}\nTables:\n{tables}")

@@ -205,7 +205,7 @@ def belongs(
     low,high = SPLITS[split]
     return low <= int(hashlib.sha1(task.id.encode()).hexdigest()[:8], 16)/2**32 < high
 
-# %% ../../nbs/task/synth.ipynb #4cf67e87
+# %% ../../nbs/task/synth.ipynb #9a9ee5fb
 def sample_tasks(
     g:nx.MultiDiGraph,      # From `graph`
     n:int,                  # How many
@@ -234,8 +234,8 @@ def sample_tasks(
         tasks.append(task)
         if split == "test": seen.add(task.id)
     if len(tasks) == n: return tasks
-    wanted = " or ".join(map(str, hops))
-    raise ValueError(f"The database has only {len(tasks)} {split} tasks of {wanted} hops: ask for fewer of them.")
+    wanted = f"{split} tasks of {' or '.join(map(str, hops))} hops"
+    raise ValueError(f"The database has only {len(tasks)} {wanted}: ask for fewer of them.")
 
 # %% ../../nbs/task/synth.ipynb #09299057
 def solve(
