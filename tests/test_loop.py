@@ -226,7 +226,7 @@ def test_logp_is_that_of_a_forward_pass_at_the_temperature(trained, tokenizer, d
         want_TV = (whole(trained, e.prompt_ids+e.ids)/temperature).log_softmax(-1)[len(e.prompt_ids)-1:-1]
         want_T = want_TV.gather(1, torch.tensor(e.ids)[:, None])[:, 0]*torch.tensor(e.mask)
         assert torch.allclose(torch.tensor(e.logp), want_T, atol=1e-4)
-    assert sum(m == 0 for e in episodes for m in e.mask) > 20, "tool results are part of it"
+    assert sum(m == 0 for e in episodes for m in e.mask) > 5, "tool results are part of it"
 
 def told(episodes): return [(e.ids, e.mask, e.calls, e.answer, e.observed, e.turns, e.score) for e in episodes]
 
@@ -277,7 +277,7 @@ def called(name, **arguments): return f"<tool_call>{json.dumps(dict(name=name, a
 def play_scripts(scripted, trained, tokenizer, database, tasks, scripts, max_calls=12, **options):
     scripted(*scripts)
     return rollout(trained, tokenizer, environments(database, len(scripts), timeout_rate=0, max_calls=max_calls), tasks,
-                   list(range(len(scripts))), **dict(max_tokens=600) | options)
+                   list(range(len(scripts))), **dict(max_tokens=600, max_turn_tokens=600) | options)
 
 def solution(task): return [called("sql", query=q) for q in task.queries]+[task.answer]
 
@@ -295,7 +295,7 @@ BAD = dict(
     surrogate_argument=('<tool_call>{"name": "sql", "arguments": {"\\ud800": "x"}}</tool_call>', "sql", "argument"),
     bad_sql=(called("sql", query="SELEC 1"), "sql", "sql"),
     surrogate_sql=('<tool_call>{"name": "sql", "arguments": {"query": "SELECT \\ud800"}}</tool_call>', "sql", "sql"),
-    write=(called("sql", query="DROP TABLE people"), "sql", "denied"),
+    write=(called("sql", query="CREATE TABLE t (c)"), "sql", "denied"),
     huge=(called("sql", query="SELECT hex(zeroblob(3000))"), "sql", "too_large"))
 
 def test_bad_calls_become_errors_that_the_policy_reads(scripted, trained, tokenizer, database, tasks):
@@ -349,6 +349,17 @@ def test_max_tokens_cuts_an_episode(scripted, trained, tokenizer, database, task
         assert e.ids == full.ids[:length] and e.mask == full.mask[:length] and len(e.logp) == length
         if limit < n: assert e.answer is None and e.score.kind == "no_answer" and e.score.reward == 0
     assert e.success, "at exactly its length the episode is whole"
+
+@pytest.mark.parametrize("limit", [1, 7])
+def test_max_turn_tokens_cuts_a_long_message_and_leaves_short_ones(scripted, trained, tokenizer, database, tasks, limit):
+    todo,scripts = tasks[:2],[[called("sql", query="SELECT 1")]*3+["x"], ["y"]]
+    [full,_] = play_scripts(scripted, trained, tokenizer, database, todo, scripts)
+    longest = full.mask.index(0)
+    [e,short] = play_scripts(scripted, trained, tokenizer, database, todo, scripts, max_turn_tokens=longest)
+    assert e.ids == full.ids and e.turns == 4, "the limit is for each message, and the whole episode is longer"
+    [e,short] = play_scripts(scripted, trained, tokenizer, database, todo, scripts, max_turn_tokens=longest-limit)
+    assert e.ids == full.ids[:longest-limit] and e.answer is None and e.turns == 0 and e.score.kind == "no_answer"
+    assert short.answer == "y"
 
 CHATML = """\
 {%- for m in messages -%}{%- if m.role == 'tool' -%}
@@ -426,7 +437,7 @@ def rl(trained, tokenizer, database, tasks, tmp_path_factory):
             m.setattr(train_module, "rollout", play)
             saving = {} if folder else dict(save_strategy="no")
             model = train_rl(deepcopy(trained), tokenizer, tasks, environments(database), folder or tmp_path_factory.mktemp("rl"),
-                             **dict(updates=2, groups=2, group_size=4, max_tokens=64, lr=3e-3) | saving | options)
+                             **dict(updates=2, groups=2, group_size=4, max_tokens=64, lr=3e-3, warmup=0) | saving | options)
         return model,Spy.last
     return run
 
