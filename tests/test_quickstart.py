@@ -10,10 +10,12 @@ NAMES = {"sft_success_t1", "rl_success_t1", "sft_success_greedy", "rl_success_gr
          "success_by_hops", "recovery_rate", "wall_s", "train_episodes", "tokens_per_s"}
 SMOKE = "nbs/params/quickstart.smoke.yaml"
 
+AGENTRL = str(Path(sys.executable).with_name("agentrl"))
+
 def environment(runs): return os.environ | dict(AGENTRL_RUNS_DIR=str(runs), AGENTRL_WANDB_MODE="disabled", HF_HUB_OFFLINE="1")
 
 def agentrl(runs, *words, **kw):
-    return subprocess.run([sys.executable, "-m", "agentrl_cookbook.cli", *words], cwd=ROOT, env=environment(runs),
+    return subprocess.run([AGENTRL, *words], cwd=ROOT, env=environment(runs),
                           capture_output=True, text=True, **kw)
 
 def only_run(runs):
@@ -69,7 +71,7 @@ def wait_for(path, process, seconds=240):
 def test_killed_and_repeated(smoke, tmp_path, at):
     "SIGKILL in SFT and after the first RL checkpoint: the same command goes on and ends with the same metrics"
     runs,_ = smoke
-    command = [sys.executable, "-m", "agentrl_cookbook.cli", "run", "quickstart", "-f", SMOKE]
+    command = [AGENTRL, "run", "quickstart", "-f", SMOKE]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL)
     wait_for(tmp_path/"quickstart"/only_run(runs).name/at.split("/")[0], process)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['per_episode', 'by_length', 'AgentTrainer', 'keep_mixed', 'train_rl']
 
-# %% ../../nbs/loop/train.ipynb #9db3844e
+# %% ../../nbs/loop/train.ipynb #6996d9e5
 import os
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from transformers import PrinterCallback,get_linear_schedule_with_warmup
 from trl import GRPOConfig,GRPOTrainer
 
 from .rollout import rollout
-from ..policy.sft import Progress,make_optimizer,resume
+from ..policy.sft import Progress,make_optimizer,quiet,resume
 
 # %% ../../nbs/loop/train.ipynb #9afa7bd0
 def per_episode(
@@ -72,7 +72,7 @@ def keep_mixed(
     mixed = reward_PG.max(1) > reward_PG.min(1)
     return sorted(range(len(reward_PG)), key=lambda i: not mixed[i])[:keep]
 
-# %% ../../nbs/loop/train.ipynb #c175195e
+# %% ../../nbs/loop/train.ipynb #d89c8900
 def train_rl(
     model,                  # The policy, after SFT
     tokenizer,              # Its tokenizer
@@ -101,6 +101,7 @@ def train_rl(
     "Train by reinforcement learning, resuming where an earlier call stopped"
     if loss_type == "cispo" and cap < 1:
         raise ValueError(f"cap={cap} would scale every token by the same factor: CISPO needs a cap above 1, such as 5.")
+    quiet()
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     output,B = Path(folder)/"rl",groups*group_size
     chats = [[dict(role="user", content=tasks[i % len(tasks)].question)] for i in range(groups*played*updates)]

@@ -5,16 +5,14 @@
 # %% auto #0
 __all__ = ['find_policy', 'agent_template', 'load_policy']
 
-# %% ../../nbs/policy/load.ipynb #9291ce1a
+# %% ../../nbs/policy/load.ipynb #6932577c
 import re
-import struct
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from gguf import GGUFReader
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model
-from safetensors import SafetensorError
 from tokenizers import AddedToken
 from transformers import (AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel,
                           PreTrainedTokenizerBase)
@@ -58,7 +56,7 @@ def _model(where, gguf=None, **kw):
             raise ValueError(f"they do not fit config.json: they {what} {names[0]} ({len(names)} such)")
     return model
 
-# %% ../../nbs/policy/load.ipynb #27e2ea92
+# %% ../../nbs/policy/load.ipynb #893ca591
 def agent_template(
     tokenizer: PreTrainedTokenizerBase,  # With a chat template
 ) -> str:                                # A chat template with tool calls, tool results and assistant marks
@@ -70,17 +68,18 @@ def agent_template(
         except ValueError: pass  # a template that TRL does not know
     if {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.get_vocab()):
         return qwen2_5_training_chat_template.replace("You are Qwen, created by Alibaba Cloud. ", "")
-    raise ValueError(f"The chat template of {tokenizer.name_or_path} has no tool calls, or no generation marks"
-                     " around what the assistant writes: set tokenizer.chat_template to one with both.")
+    raise ValueError(f"The chat template of {tokenizer.name_or_path} has no tool calls, or no generation "
+                     "marks around what the assistant writes: set tokenizer.chat_template to one with both.")
 
-# %% ../../nbs/policy/load.ipynb #20ef0f36
+# %% ../../nbs/policy/load.ipynb #abdc0f0f
 def _tokenizer(where, gguf=None, **hub):
     if not gguf: return AutoTokenizer.from_pretrained(where, **hub)
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=gguf)
     fields = GGUFReader(Path(where)/gguf).fields
     tokens, kinds = (fields[f"tokenizer.ggml.{k}"].contents() for k in ("tokens", "token_type"))
-    tokenizer.add_tokens([AddedToken(t, normalized=False, special=k == 3) for t, k in zip(tokens, kinds)
-                          if k in (3, 4)])  # 3: control, 4: defined by the user
+    marks = [AddedToken(t, normalized=False, special=k == 3) for t, k in zip(tokens, kinds) if k in (3, 4)]
+    known = tokenizer.get_vocab()  # another spelling of a mark would become a token that the model does not have
+    tokenizer.add_tokens([mark for mark in marks if mark.content in known])
     return tokenizer
 
 # %% ../../nbs/policy/load.ipynb #0799bd70
@@ -93,10 +92,11 @@ def _prepare(tokenizer, name):
     tokenizer.chat_template, tokenizer.padding_side = agent_template(tokenizer), "left"
     if tokenizer.pad_token is None: tokenizer.pad_token = tokenizer.eos_token
 
-# %% ../../nbs/policy/load.ipynb #13b41260
+# %% ../../nbs/policy/load.ipynb #c8c2f5ab
 def _read(part, name, load, where, *args, **kw):
     try: return load(where, *args, **kw)
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError, struct.error) as e:
+    except (TypeError, ImportError, MemoryError, torch.OutOfMemoryError): raise  # not the fault of the files
+    except Exception as e:
         cure = ("Save or copy it again" if Path(where).is_dir() else
                 "There is no such folder, so it was taken for a hub id: check the name, or give a folder")
         why = (str(e).strip() or type(e).__name__).splitlines()[0][:300].rstrip(" .:")
