@@ -19,7 +19,7 @@ from trl import SFTConfig,SFTTrainer
 from .optim import MuonAdamW
 from ..run import log_metrics,setting
 
-# %% ../../nbs/policy/sft.ipynb #a350f050
+# %% ../../nbs/policy/sft.ipynb #b143a1db
 class Progress(TrainerCallback):
     "A progress bar on stderr, and the trainer's logs as lines of metrics.jsonl"
     def __init__(self,
@@ -34,9 +34,10 @@ class Progress(TrainerCallback):
         self.bar = tqdm(total=total, initial=done, desc=self.stage, mininterval=1)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        values = {k: float(v) for k,v in (logs or {}).items() if k != "epoch" and not k.startswith("train_")}
+        if not logs or "loss" not in logs: return   # the summary at the end
+        values = {k: float(v) for k,v in logs.items() if k != "epoch"}
         self.bar.set_postfix({k: f"{values[k]:.3f}" for k in self.show if k in values}, refresh=False)
-        if self.folder and values: log_metrics(self.folder, state.global_step, stage=self.stage, **values)
+        if self.folder: log_metrics(self.folder, state.global_step, stage=self.stage, **values)
 
     def on_step_end(self, args, state, control, **kwargs): self.bar.update(state.global_step//self.unit-self.bar.n)
     def on_train_end(self, args, state, control, **kwargs): self.bar.close()
