@@ -8,7 +8,7 @@ from conftest import ROOT
 NAMES = [p.relative_to(ROOT/"nbs").with_suffix("").as_posix() for p in sorted((ROOT/"nbs").rglob("*.ipynb"))
          if ".ipynb_checkpoints" not in p.parts]
 SMOKE = {"quickstart"}   # minutes at its defaults: test_quickstart runs it at smoke size
-TRAINS = {"policy/sft", "policy/optim", "policy/load", "policy/tiny", "loop/rollout", "loop/train", "evals/suite",
+TRAINS = {"policy/sft", "policy/optim", "loop/decode", "policy/load", "policy/tiny", "loop/rollout", "loop/train", "evals/suite",
           "evals/monitor"}  # floating point and times differ between machines: outputs are not compared
 
 def shown(path):

@@ -79,7 +79,7 @@ def load_stats(
     return dict(expert_load=counts_LE.tolist(), max_violation=max_violation(counts_LE).tolist(),
                 load_entropy=load_entropy(counts_LE).tolist())
 
-# %% ../../nbs/evals/monitor.ipynb #f398cb38
+# %% ../../nbs/evals/monitor.ipynb #e95820e3
 LOGITS = 2**27  # Most logits held at once (512 MiB in fp32)
 
 def _pad(rows, device):
@@ -90,6 +90,7 @@ def _pad(rows, device):
 def sampled_logp(
     model,          # A causal language model
     episodes:list,  # Episodes with `prompt_ids`, `ids` and `mask`
+    temperature:float=1.0,  # The logits are divided by it
 )->torch.Tensor:    # (N,) log-probability of each sampled token, in order
     "Log-probabilities of what was sampled, tool results read but not counted"
     longest = max(len(e.prompt_ids)+len(e.ids) for e in episodes)
@@ -99,7 +100,7 @@ def sampled_logp(
         sampled_BT = _pad([[0]*len(e.prompt_ids)+e.mask for e in part], model.device).bool()[:, 1:]
         real_BT = _pad([[1]*len(e.prompt_ids+e.ids) for e in part], model.device)
         logits_BTV = model(input_ids=ids_BT, attention_mask=real_BT).logits[:, :-1]
-        logits_NV = logits_BTV[sampled_BT].float()
+        logits_NV = logits_BTV[sampled_BT].float()/temperature
         logp.append(logits_NV.gather(1, ids_BT[:, 1:][sampled_BT][:, None])[:, 0]-logits_NV.logsumexp(1))
     return torch.cat(logp)
 
@@ -112,14 +113,15 @@ def kl_estimates(
     d_N = ref_logp_N-logp_N
     return dict(kl_k1=-d_N.mean().item(), kl_k3=(d_N.exp()-d_N-1).mean().item())
 
-# %% ../../nbs/evals/monitor.ipynb #787a8aa0
+# %% ../../nbs/evals/monitor.ipynb #1c63816e
 def batch_kl(
     reference,      # The policy to compare with
-    episodes:list,  # Episodes that another policy sampled at temperature 1
+    episodes:list,  # Episodes that another policy sampled
+    temperature:float=1.0,  # At which it sampled
 )->dict:            # What `kl_estimates` returns
     "KL divergence of the policy that sampled these episodes from a reference"
     logp_N = [l for e in episodes for l,sampled in zip(e.logp, e.mask) if sampled]
-    ref_logp_N = sampled_logp(reference, episodes)
+    ref_logp_N = sampled_logp(reference, episodes, temperature)
     return kl_estimates(torch.tensor(logp_N, device=ref_logp_N.device), ref_logp_N)
 
 # %% ../../nbs/evals/monitor.ipynb #2b509e1a
@@ -139,7 +141,7 @@ def batch_stats(
                 call_kinds=dict(sorted(Counter(kind for _,kind in calls).items())),
                 score_kinds=count_kinds([e.score for e in episodes]))
 
-# %% ../../nbs/evals/monitor.ipynb #5d62e96e
+# %% ../../nbs/evals/monitor.ipynb #52629a6f
 LOGGED = ("entropy", "loss", "grad_norm", "learning_rate", "cispo_clip_ratio", "clip_ratio/region_mean")
 
 class Monitor(TrainerCallback):
@@ -148,8 +150,9 @@ class Monitor(TrainerCallback):
         folder,          # The run folder
         reference=None,  # A frozen copy of the policy that training started from, for the KL; None: no KL
         every:int=1,     # Describe every n-th batch
+        temperature:float=1.0,  # At which the episodes are sampled
     ):
-        self.folder,self.reference,self.every = folder,reference,every
+        self.folder,self.reference,self.every,self.temperature = folder,reference,every,temperature
         self.batch,self.line,self.load,self.writes = 0,None,None,True
 
     def record(self,
@@ -159,7 +162,7 @@ class Monitor(TrainerCallback):
         self._write()
         if self.writes and self.batch % self.every == 0:
             self.line = dict(step=self.batch, stage="rl", **batch_stats(episodes), **dict.fromkeys(LOGGED))
-            if self.reference is not None: self.line |= batch_kl(self.reference, episodes[:64])
+            if self.reference is not None: self.line |= batch_kl(self.reference, episodes[:64], self.temperature)
         if self.load: self.load.reset()
         self.batch += 1
 
