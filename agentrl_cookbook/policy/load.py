@@ -71,14 +71,14 @@ def agent_template(
     raise ValueError(f"The chat template of {tokenizer.name_or_path} has no tool calls, or no generation "
                      "marks around what the assistant writes: set tokenizer.chat_template to one with both.")
 
-# %% ../../nbs/policy/load.ipynb #84d2abc3
+# %% ../../nbs/policy/load.ipynb #1bc66188
 def _tokenizer(where, gguf=None, **hub):
     if not gguf: return AutoTokenizer.from_pretrained(where, **hub)
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=gguf)
     fields = GGUFReader(Path(where)/gguf).fields
     tokens, kinds = (fields[f"tokenizer.ggml.{k}"].contents() for k in ("tokens", "token_type"))
     marks = [AddedToken(t, normalized=False, special=k == 3) for t, k in zip(tokens, kinds) if k in (3, 4)]
-    known = tokenizer.get_vocab()  # a mark spelled otherwise would become a token that the model does not have
+    known = tokenizer.get_vocab()  # a mark spelled otherwise would be a token unknown to the model
     tokenizer.add_tokens([mark for mark in marks if mark.content in known])
     return tokenizer
 
