@@ -582,6 +582,10 @@ def test_the_control_deals_the_same_rewards_to_other_episodes(rl, still):
 def test_a_cap_that_weighs_nothing_is_refused(rl):
     with pytest.raises(ValueError, match=r"cap=0.28 .*CISPO needs a cap above 1"): rl(cap=.28)
 
+def test_a_batch_that_does_not_split_into_equal_steps_is_refused(rl):
+    "TRL would train on the largest part that does, and say nothing"
+    with pytest.raises(ValueError, match="steps_per_update=4"): rl(groups=3, group_size=2, steps_per_update=4)
+
 
 # ---- Determinism and resuming ----
 

@@ -71,17 +71,24 @@ def decoding(
         model.train(was)
         if routers: model.config.output_router_logits = routers
 
-# %% ../../nbs/loop/decode.ipynb #0250dfa6
+# %% ../../nbs/loop/decode.ipynb #4d93ee04
 def _layer_weights(layer, config):
-    "The weights of one layer, merged: attention in, scale of query and key, attention out, router and experts, down"
-    a,e,I = layer.self_attn,layer.mlp.experts,config.moe_intermediate_size
-    up = e.gate_up_proj.reshape(config.num_experts, 2, I, -1).transpose(0, 1).reshape(-1, config.hidden_size)
+    "The weights of one layer, norms folded in: attention in, scale of query and key, attention out, router, up, down"
+    a,e,norm = layer.self_attn,layer.mlp.experts,layer.post_attention_layernorm.weight
     w_in = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])*layer.input_layernorm.weight
     scale = torch.cat([a.q_norm.weight.expand(config.num_attention_heads, -1),
                        a.k_norm.weight.expand(config.num_key_value_heads, -1)])
-    w_moe = torch.cat([layer.mlp.gate.weight, up])*layer.post_attention_layernorm.weight
-    down = e.down_proj.transpose(1, 2).reshape(-1, config.hidden_size)
-    return [w.detach().contiguous() for w in (w_in.t(), scale, a.o_proj.weight.t(), w_moe.t(), down)]
+    weights = (w_in.t(), scale, a.o_proj.weight.t(), (layer.mlp.gate.weight*norm).t(),
+               (e.gate_up_proj*norm).transpose(1, 2), e.down_proj.transpose(1, 2))
+    return [w.detach().contiguous() for w in weights]
+
+def _by_expert(x_NH, w_EHO, counts):
+    "Products of slices of rows, sorted by expert, with that expert's matrix"
+    out_NO,start = x_NH.new_empty(len(x_NH), w_EHO.shape[-1]),0
+    for w_HO,n in zip(w_EHO, counts):
+        if n: torch.mm(x_NH[start:start+n], w_HO, out=out_NO[start:start+n])
+        start += n
+    return out_NO
 
 def _rotations(model, length):
     "Cosines and signed sines of the rotary embedding, (length, 2, D)"
@@ -90,7 +97,7 @@ def _rotations(model, length):
     half = sin.shape[-1]//2
     return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
 
-# %% ../../nbs/loop/decode.ipynb #c80a6448
+# %% ../../nbs/loop/decode.ipynb #a2df1555
 def fused_step(
     model:Qwen3MoeForCausalLM,  # Its weights are read now
     cache:Cache,                # From `slot_cache`; all of its rows take part
@@ -113,7 +120,7 @@ def fused_step(
         width,x_SH = int(pos_S.max())+1,embed[ids_S]
         cos,sin = turn[pos_S].split(1, dim=1)
         mask = hide[pos_S, :width][:, None, None]
-        for w_in,scale,w_out,w_moe,w_down,K,V in layers:
+        for w_in,scale,w_out,w_router,w_up,w_down,K,V in layers:
             h = (rms(x_SH)@w_in).view(S, nq+2*nk, D)
             qk = rms(h[:, :nq+nk])*scale
             qk = torch.addcmul(qk*cos, qk.roll(D//2, -1), sin)
@@ -121,12 +128,14 @@ def fused_step(
             q = qk[:, :nq].reshape(S, nk, nq//nk, D)
             o = F.scaled_dot_product_attention(q, K[:, :, :width], V[:, :, :width], attn_mask=mask)
             x_SH = torch.addmm(x_SH, o.reshape(S, nq*D), w_out)
-            router,gate,up = (rms(x_SH)@w_moe).split([E, E*I, E*I], dim=-1)
-            top,index = torch.softmax(router, -1).topk(k, -1)
-            if c.norm_topk_prob: top = top/top.sum(-1, keepdim=True)
-            weight_SE = torch.zeros_like(router).scatter_(1, index, top)
-            expert = (F.silu(gate)*up).view(S, E, I)*weight_SE[..., None]
-            x_SH = torch.addmm(x_SH, expert.view(S, E*I), w_down)
+            h = rms(x_SH)
+            top_Sk,expert_Sk = torch.softmax(h@w_router, -1).topk(k, -1)
+            if c.norm_topk_prob: top_Sk = top_Sk/top_Sk.sum(-1, keepdim=True)
+            order_N = expert_Sk.flatten().argsort()
+            counts,row_N = expert_Sk.flatten().bincount(minlength=E).tolist(),order_N//k
+            gate_up = _by_expert(h[row_N], w_up, counts)
+            act = F.silu(gate_up[:, :I])*gate_up[:, I:]*top_Sk.flatten()[order_N, None]
+            x_SH = x_SH.index_add(0, row_N, _by_expert(act, w_down, counts))
         return rms(x_SH)@head
     return step
 

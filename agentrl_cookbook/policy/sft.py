@@ -5,14 +5,14 @@
 # %% auto #0
 __all__ = ['Progress', 'last_checkpoint', 'resume', 'tracker', 'quiet', 'make_optimizer', 'train_sft', 'copy_policy']
 
-# %% ../../nbs/policy/sft.ipynb #a4b58fec
+# %% ../../nbs/policy/sft.ipynb #2d4e9380
 import json,os,warnings
 from pathlib import Path
 
 import torch
 from datasets import Dataset
 from tqdm import tqdm
-from transformers import PrinterCallback,TrainerCallback,get_linear_schedule_with_warmup
+from transformers import AutoModelForCausalLM,PrinterCallback,TrainerCallback,get_linear_schedule_with_warmup
 from transformers.utils import logging
 from trl import SFTConfig,SFTTrainer
 
@@ -53,14 +53,17 @@ def last_checkpoint(
         except (ValueError, KeyError): continue
     return max(found)[1] if found else None
 
-# %% ../../nbs/policy/sft.ipynb #5b6ae8eb
+# %% ../../nbs/policy/sft.ipynb #a9755211
 def resume(
     trainer,          # A `transformers.Trainer`
     folder:str|Path,  # Its output folder
 ):
     "Train from the newest whole checkpoint, or from the start"
     checkpoint = last_checkpoint(folder)
-    try: return trainer.train(resume_from_checkpoint=checkpoint)
+    try:
+        if checkpoint and not hasattr(trainer.model, "peft_config"):
+            trainer.model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
+        return trainer.train(resume_from_checkpoint=checkpoint)
     except (RuntimeError, ValueError, KeyError, OSError) as e:
         if checkpoint is None: raise
         raise RuntimeError(f"{checkpoint} cannot be continued ({str(e).splitlines()[0][:200]}): it is damaged or of "

@@ -13,12 +13,12 @@ from typing import get_origin
 
 from .tools import connect,failure,open_database,parse_call,quoted,schema,sql
 
-# %% ../../nbs/task/env.ipynb #4b7360b7
+# %% ../../nbs/task/env.ipynb #dd14877c
 def result_text(
     result:dict,  # From a tool
 )->str:           # JSON
     "The text of a result, exactly as the policy sees it"
-    return json.dumps(result)
+    return json.dumps(result, ensure_ascii=False)
 
 # %% ../../nbs/task/env.ipynb #22089dfe
 class Environment:

@@ -85,7 +85,7 @@ def as_text(
     "The text of a value"
     return None if value is None else str(value)
 
-# %% ../../nbs/task/tools.ipynb #e012f18f
+# %% ../../nbs/task/tools.ipynb #5c1cd0f0
 def sql(
     connection:sqlite3.Connection,  # From `open_database`
     query:str,                      # One SELECT statement
@@ -101,7 +101,7 @@ def sql(
             if cursor.description is None: return failure("sql", "the query is empty")
             for row in cursor:
                 rows.append([as_text(v) for v in row])
-                size += len(json.dumps(rows[-1]))
+                size += len(json.dumps(rows[-1], ensure_ascii=False))
                 if len(rows) > max_rows: return failure("too_large", f"more than {max_rows} rows")
                 if size > max_bytes: return failure("too_large", f"more than {max_bytes} bytes")
     except Exception as e: return failure(kind_of(e), str(e)[:200])
