@@ -97,11 +97,11 @@ def _rotations(model, length):
     half = sin.shape[-1]//2
     return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
 
-# %% ../../nbs/loop/decode.ipynb #a2df1555
+# %% ../../nbs/loop/decode.ipynb #8022129e
 def fused_step(
     model:Qwen3MoeForCausalLM,  # Its weights are read now
     cache:Cache,                # From `slot_cache`; all of its rows take part
-):                              # A function of the next token and the position of each slot, (S,) and (S,): logits (S, V)
+):                              # Function of next token (S,) and position (S,) of each slot: logits (S, V)
     "One decoding step of Qwen3-MoE in few operations (same numbers as transformers' modeling_qwen3_moe.py)"
     c = model.config
     nq,nk,D,E,I,k = (c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_experts,
@@ -139,7 +139,7 @@ def fused_step(
         return rms(x_SH)@head
     return step
 
-# %% ../../nbs/loop/decode.ipynb #620ba3f4
+# %% ../../nbs/loop/decode.ipynb #b920a7c6
 def next_logits(
     model,        # A causal language model
     cache:Cache,  # From `slot_cache`
@@ -147,7 +147,8 @@ def next_logits(
     "The decoding step for this model"
     c = model.config
     plain = type(model) is Qwen3MoeForCausalLM and model.dtype == torch.float32 and model.device.type == "cpu"
-    if plain and not c.attention_bias and not c.mlp_only_layers and c.decoder_sparse_step == 1 and c.hidden_act == "silu":
+    usual = plain and not c.attention_bias and not c.mlp_only_layers
+    if usual and c.decoder_sparse_step == 1 and c.hidden_act == "silu":
         return fused_step(model, cache)
     rows = torch.arange(cache.layers[0].keys.shape[0], device=model.device)
     return lambda ids_S,pos_S: feed(model, cache, rows, ids_S[:, None], pos_S)

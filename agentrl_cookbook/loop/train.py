@@ -50,7 +50,7 @@ def by_length(
         return torch.cat(parts)[back_B] if parts[0].ndim > 1 else torch.stack(parts).mean()
     return tuple(join(parts) for parts in zip(*results))
 
-# %% ../../nbs/loop/train.ipynb #d1a2b074
+# %% ../../nbs/loop/train.ipynb #7008e4c3
 class AgentTrainer(GRPOTrainer):
     "TRL's GRPOTrainer with the sampled log-probabilities as the old ones and each episode weighed alike"
     def _generate_and_score_completions(self, inputs):
@@ -61,7 +61,8 @@ class AgentTrainer(GRPOTrainer):
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
         forward = super()._get_per_token_logps_and_entropies
-        return by_length(lambda i,m,keep: forward(model, i, m, keep, **kwargs), input_ids, attention_mask, logits_to_keep)
+        def part(ids, mask, keep): return forward(model, ids, mask, keep, **kwargs)
+        return by_length(part, input_ids, attention_mask, logits_to_keep)
 
 # %% ../../nbs/loop/train.ipynb #fb3a6590
 def keep_mixed(
@@ -72,7 +73,7 @@ def keep_mixed(
     mixed = reward_PG.max(1) > reward_PG.min(1)
     return sorted(range(len(reward_PG)), key=lambda i: not mixed[i])[:keep]
 
-# %% ../../nbs/loop/train.ipynb #d89c8900
+# %% ../../nbs/loop/train.ipynb #c169d5cf
 def train_rl(
     model,                  # The policy, after SFT
     tokenizer,              # Its tokenizer
@@ -116,8 +117,8 @@ def train_rl(
         generator = torch.Generator().manual_seed(hash((seed, update)) % 2**31)
         policy = trainer.accelerator.unwrap_model(trainer.model)
         episodes = rollout(policy, tokenizer, environments, todo, [f"{seed}-{update}-{i}" for i in range(len(todo))],
-                           temperature=trainer.temperature, max_tokens=max_tokens, max_turn_tokens=max_turn_tokens, generator=generator,
-                           system=system)
+                           temperature=trainer.temperature, max_tokens=max_tokens, max_turn_tokens=max_turn_tokens,
+                           generator=generator, system=system)
         reward_PG = np.array([e.score.reward for e in episodes]).reshape(-1, group_size)
         if monitor: monitor.record(episodes)
         if shuffle_rewards: np.random.default_rng((seed, update)).shuffle(reward_PG.reshape(-1))
