@@ -1,7 +1,6 @@
 "Decoding, rollouts and both trainers: the same numbers by every way, and only sampled tokens are learned."
 import json
 from copy import deepcopy
-from itertools import count
 from pathlib import Path
 from random import Random
 

@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['SlotLayer', 'slot_cache', 'feed', 'decoding', 'fused_step', 'next_logits']
 
-# %% ../../nbs/loop/decode.ipynb #73aeb677
+# %% ../../nbs/loop/decode.ipynb #6e6af581
 from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from transformers import Qwen3MoeForCausalLM
-from transformers.cache_utils import Cache, StaticLayer
+from transformers.cache_utils import Cache,StaticLayer,get_layer_types_and_kwargs
 
 # %% ../../nbs/loop/decode.ipynb #1c460c5f
 class SlotLayer(StaticLayer):
@@ -23,7 +23,7 @@ class SlotLayer(StaticLayer):
         self.values[rows, :, self.pos_nT] = value_nhTD.transpose(1, 2)
         return self.keys[self.rows_n, :, :self.width], self.values[self.rows_n, :, :self.width]
 
-# %% ../../nbs/loop/decode.ipynb #4ad57595
+# %% ../../nbs/loop/decode.ipynb #a271d4d4
 def slot_cache(
     model,       # A causal language model whose layers are all full attention
     slots:int,   # Sequences at a time, S
@@ -31,7 +31,7 @@ def slot_cache(
 )->Cache:        # Empty
     "A cache for sequences at different positions"
     config = model.config.get_text_config(decoder=True)
-    if set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}:
+    if set(get_layer_types_and_kwargs(config)[0]) != {"full_attention"}:
         raise ValueError(f"{type(model).__name__} has layers that are no full attention: decode it with a vLLM server.")
     dim = getattr(config, "head_dim", None) or config.hidden_size//config.num_attention_heads
     cache = Cache(layers=[SlotLayer(length) for _ in range(config.num_hidden_layers)])

@@ -73,7 +73,7 @@ def keep_mixed(
     mixed = reward_PG.max(1) > reward_PG.min(1)
     return sorted(range(len(reward_PG)), key=lambda i: not mixed[i])[:keep]
 
-# %% ../../nbs/loop/train.ipynb #c169d5cf
+# %% ../../nbs/loop/train.ipynb #092b6cd5
 def train_rl(
     model,                  # The policy, after SFT
     tokenizer,              # Its tokenizer
@@ -102,6 +102,8 @@ def train_rl(
     "Train by reinforcement learning, resuming where an earlier call stopped"
     if loss_type == "cispo" and cap < 1:
         raise ValueError(f"cap={cap} would scale every token by the same factor: CISPO needs a cap above 1, such as 5.")
+    if groups*group_size % steps_per_update:
+        raise ValueError(f"steps_per_update={steps_per_update} does not divide {groups*group_size} episodes an update.")
     quiet()
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     output,B = Path(folder)/"rl",groups*group_size
