@@ -162,7 +162,8 @@ class Monitor(TrainerCallback):
         self._write()
         if self.writes and self.batch % self.every == 0:
             self.line = dict(step=self.batch, stage="rl", **batch_stats(episodes), **dict.fromkeys(LOGGED))
-            if self.reference is not None: self.line |= batch_kl(self.reference, episodes[:64], self.temperature)
+            if self.reference is not None:
+                self.line |= batch_kl(self.reference, episodes[:64], self.temperature)
         if self.load: self.load.reset()
         self.batch += 1
 

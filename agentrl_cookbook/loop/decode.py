@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache,StaticLayer,get_layer_types_and_kwarg
 
 # %% ../../nbs/loop/decode.ipynb #1c460c5f
 class SlotLayer(StaticLayer):
-    "Keys and values of one layer, (S, heads, length, D); `rows_n`, `pos_nT` and `width` say where the next call writes"
+    "Keys and values of a layer, (S, heads, length, D); `rows_n`, `pos_nT`, `width`: where the next call writes"
     def update(self, key_nhTD, value_nhTD, *args, **kwargs):
         "Store new keys and values, return those of the rows up to `width`"
         rows = self.rows_n[:, None]
@@ -32,7 +32,8 @@ def slot_cache(
     "A cache for sequences at different positions"
     config = model.config.get_text_config(decoder=True)
     if set(get_layer_types_and_kwargs(config)[0]) != {"full_attention"}:
-        raise ValueError(f"{type(model).__name__} has layers that are no full attention: decode it with a vLLM server.")
+        raise ValueError(f"{type(model).__name__} has layers that are no full attention: "
+                         "decode it with a vLLM server.")
     dim = getattr(config, "head_dim", None) or config.hidden_size//config.num_attention_heads
     cache = Cache(layers=[SlotLayer(length) for _ in range(config.num_hidden_layers)])
     empty = torch.empty(slots, config.num_key_value_heads, 0, dim, dtype=model.dtype, device=model.device)
@@ -73,7 +74,7 @@ def decoding(
 
 # %% ../../nbs/loop/decode.ipynb #4d93ee04
 def _layer_weights(layer, config):
-    "The weights of one layer, norms folded in: attention in, scale of query and key, attention out, router, up, down"
+    "Weights of a layer, norms folded in: attention in, scale of q and k, attention out, router, up, down"
     a,e,norm = layer.self_attn,layer.mlp.experts,layer.post_attention_layernorm.weight
     w_in = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])*layer.input_layernorm.weight
     scale = torch.cat([a.q_norm.weight.expand(config.num_attention_heads, -1),

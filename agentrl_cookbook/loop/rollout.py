@@ -23,7 +23,7 @@ class Episode:
     prompt_ids:list                             # Token ids of the prompt
     ids:list = field(default_factory=list)      # Token ids after the prompt, the tools' included
     mask:list = field(default_factory=list)     # 1 where the policy chose the token, 0 where a tool wrote it
-    logp:list = field(default_factory=list)     # Log-probability with which it was chosen; 0.0 where mask is 0
+    logp:list = field(default_factory=list)     # Log-probability of its choice; 0.0 where mask is 0
     calls:list = field(default_factory=list)    # (tool, kind) of each call
     observed:list = field(default_factory=list) # Tool results, as text
     answer:str|None = None                      # The last message; None when the episode was cut
@@ -42,10 +42,12 @@ def between_turns(
     "What the chat template puts around a tool result"
     marks = "MARK_ONE","MARK_TWO"
     text = tokenizer.apply_chat_template(
-        [dict(role="user", content="q"), dict(role="assistant", content=marks[0]), dict(role="tool", content=marks[1])],
+        [dict(role="user", content="q"), dict(role="assistant", content=marks[0]),
+         dict(role="tool", content=marks[1])],
         add_generation_prompt=True, tokenize=False)
     if not all(text.count(m) == 1 for m in marks):
-        raise ValueError("The chat template does not show a message of role `tool`: give the tokenizer one that does.")
+        raise ValueError("The chat template does not show a message of role `tool`: "
+                         "give the tokenizer one that does.")
     before,after = text.split(marks[0])[1].split(marks[1])
     return before.removeprefix(tokenizer.eos_token),after
 
@@ -79,7 +81,8 @@ class _Slot:
         self.next = token
         e.ids.append(token); e.mask.append(1); e.logp.append(logp)
         if token != self.play["end"]:
-            return len(e.ids) < self.play["max_tokens"] and len(e.ids)-self.start < self.play["max_turn_tokens"]
+            n = len(e.ids)
+            return n < self.play["max_tokens"] and n-self.start < self.play["max_turn_tokens"]
         return self._end_turn()
 
     def _end_turn(self):
@@ -120,8 +123,8 @@ def rollout(
     chats = [opening+[dict(role="user", content=t.question)] for t in tasks]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
     episodes = [Episode(t, p) for t,p in zip(tasks, prompts)]
-    go_on = ("ok", "timeout") if stop_on_illegal else ("ok", "timeout", "sql", "denied", "too_large", "malformed",
-                                                       "unknown_tool", "argument")
+    go_on = ("ok", "timeout")
+    if not stop_on_illegal: go_on += ("sql", "denied", "too_large", "malformed", "unknown_tool", "argument")
     play = dict(tokenizer=tokenizer, between=between_turns(tokenizer), end=tokenizer.eos_token_id,
                 max_tokens=max_tokens, max_turn_tokens=max_turn_tokens, go_on=go_on)
     S,order = min(len(environments), len(tasks)),iter(range(len(tasks)))
@@ -138,7 +141,8 @@ def rollout(
                 slots[r] = _Slot(environments[r], episodes[i], play)
             heads = [prompts[i][:-1] for _,i in new]
             width = max(map(len, heads))
-            ids = torch.tensor([h+[tokenizer.pad_token_id]*(width-len(h)) for h in heads], device=model.device)
+            pad = [tokenizer.pad_token_id]
+            ids = torch.tensor([h+pad*(width-len(h)) for h in heads], device=model.device)
             where = torch.tensor([r for r,_ in new], device=model.device)
             position_S[where] = torch.tensor([len(h) for h in heads], device=model.device)
             if width: feed(model, cache, where, ids, torch.zeros_like(where))

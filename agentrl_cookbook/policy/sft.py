@@ -41,7 +41,8 @@ class Progress(TrainerCallback):
         self.bar.set_postfix({k: f"{values[k]:.3f}" for k in self.show if k in values}, refresh=False)
         if self.folder: log_metrics(self.folder, state.global_step, stage=self.stage, **values)
 
-    def on_step_end(self, args, state, control, **kwargs): self.bar.update(state.global_step//self.unit-self.bar.n)
+    def on_step_end(self, args, state, control, **kwargs):
+        self.bar.update(state.global_step//self.unit-self.bar.n)
     def on_train_end(self, args, state, control, **kwargs): self.bar.close()
 
 # %% ../../nbs/policy/sft.ipynb #7a466d58
@@ -66,7 +67,8 @@ def load_weights(
     checkpoint:str,  # Folder that a trainer wrote for the same model
 ):
     "Read the weights of a checkpoint into a model"
-    if hasattr(model, "peft_config"): set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
+    if hasattr(model, "peft_config"):
+        set_peft_model_state_dict(model, load_peft_weights(checkpoint, device="cpu"))
     else: model.load_state_dict(AutoModelForCausalLM.from_pretrained(checkpoint).state_dict())
 
 def resume(
@@ -82,8 +84,9 @@ def resume(
         if done < trainer.args.max_steps: trainer.train(resume_from_checkpoint=checkpoint)
     except Exception as e:
         if start.began: raise
-        raise RuntimeError(f"{checkpoint} cannot be continued ({str(e).splitlines()[0][:200]}): it is damaged or of "
-                           "another model. Delete it, or start over with --fresh.") from e
+        why = str(e).splitlines()[0][:200]
+        raise RuntimeError(f"{checkpoint} cannot be continued ({why}): it is damaged or of another model. "
+                           "Delete it, or start over with --fresh.") from e
 
 # %% ../../nbs/policy/sft.ipynb #bc744aeb
 def tracker(
@@ -94,8 +97,8 @@ def tracker(
     if mode not in ("online", "offline", "disabled"):
         raise ValueError(f"wandb_mode is {mode!r}: set it to online, offline or disabled in settings.ini.")
     if mode == "disabled": return []
-    os.environ |= dict(WANDB_MODE=mode, WANDB_DIR=str(folder), WANDB_PROJECT="agentrl_cookbook", WANDB_SILENT="true",
-                       WANDB_CONSOLE="off")
+    os.environ |= dict(WANDB_MODE=mode, WANDB_DIR=str(folder), WANDB_PROJECT="agentrl_cookbook",
+                       WANDB_SILENT="true", WANDB_CONSOLE="off")
     return ["wandb"]
 
 # %% ../../nbs/policy/sft.ipynb #38d32ee0
@@ -133,8 +136,9 @@ def train_sft(
     quiet()
     output = Path(folder)/"sft"
     args = SFTConfig(**dict(
-        output_dir=str(output), max_steps=steps, per_device_train_batch_size=batch_size, seed=seed, data_seed=seed,
-        save_steps=save_every, save_total_limit=1, logging_steps=10, report_to=[], disable_tqdm=True, max_length=None,
+        output_dir=str(output), max_steps=steps, per_device_train_batch_size=batch_size, seed=seed,
+        data_seed=seed, save_steps=save_every, save_total_limit=1, logging_steps=10, report_to=[],
+        disable_tqdm=True, max_length=None,
         bf16=model.dtype == torch.bfloat16, activation_checkpointing=False, dataloader_pin_memory=False,
         dataset_kwargs=dict(skip_prepare_dataset=True)) | config)
     optimizer = make_optimizer(model, lr, muon_lr)
