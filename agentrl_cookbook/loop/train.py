@@ -22,7 +22,7 @@ from ..policy.sft import Progress,make_optimizer,quiet,resume
 def per_episode(
     advantage_B:torch.Tensor,  # One advantage an episode, 0 in groups without signal
     mask_BT:torch.Tensor,      # 1 at tokens that the policy chose
-)->torch.Tensor:               # (B,) scaled so that a mean over all tokens weighs the episodes with signal alike
+)->torch.Tensor:               # (B,) a mean over all tokens then weighs the episodes with signal alike
     "Give each episode with an advantage the same weight, however long it is"
     length_B = mask_BT.sum(1).clamp(min=1).to(advantage_B)
     counted_B = advantage_B != 0
@@ -88,7 +88,7 @@ def train_rl(
     lr:float=5e-4,          # AdamW's learning rate; it rises, then falls to 0
     muon_lr:float=0.0,      # Muon's, for matrices; 0 trains everything with AdamW
     loss_type:str="cispo",  # An objective of TRL
-    cap:float=5.0,          # `epsilon_high`: of CISPO the largest weight, of clipped objectives the distance above 1
+    cap:float=5.0,          # `epsilon_high`: largest weight of CISPO; of clipped objectives the part above 1
     max_tokens:int=224,     # Most tokens of an episode after the prompt
     max_turn_tokens:int=40, # Most tokens of one message of the policy
     warmup:int=10,          # Optimizer steps in which the learning rate rises
@@ -101,26 +101,31 @@ def train_rl(
 ):                          # The trained model, in place
     "Train by reinforcement learning, resuming where an earlier call stopped"
     if loss_type == "cispo" and cap < 1:
-        raise ValueError(f"cap={cap} would scale every token by the same factor: CISPO needs a cap above 1, such as 5.")
+        raise ValueError(f"cap={cap} would scale every token by the same factor: "
+                         "CISPO needs a cap above 1, such as 5.")
     if groups*group_size % steps_per_update:
-        raise ValueError(f"steps_per_update={steps_per_update} does not divide {groups*group_size} episodes an update.")
+        raise ValueError(f"steps_per_update={steps_per_update} does not divide "
+                         f"{groups*group_size} episodes an update.")
     quiet()
     os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
     output,B = Path(folder)/"rl",groups*group_size
-    chats = [[dict(role="user", content=tasks[i % len(tasks)].question)] for i in range(groups*played*updates)]
+    met = [tasks[i % len(tasks)] for i in range(groups*played*updates)]
+    chats = [[dict(role="user", content=t.question)] for t in met]
     by_question = {t.question: t for t in tasks}
     position = dict(update=0)
 
     def play(prompts, trainer):
         update = trainer.state.global_step//steps_per_update
         first = [by_question[p[-1]["content"]] for p in prompts[::group_size]]
-        extra = [tasks[(groups*updates+update*groups*(played-1)+i) % len(tasks)] for i in range(groups*(played-1))]
+        more = groups*(played-1)
+        extra = [tasks[(groups*updates+update*more+i) % len(tasks)] for i in range(more)]
         todo = [t for t in first+extra for _ in range(group_size)]
         generator = torch.Generator().manual_seed(hash((seed, update)) % 2**31)
         policy = trainer.accelerator.unwrap_model(trainer.model)
-        episodes = rollout(policy, tokenizer, environments, todo, [f"{seed}-{update}-{i}" for i in range(len(todo))],
-                           temperature=trainer.temperature, max_tokens=max_tokens, max_turn_tokens=max_turn_tokens,
-                           generator=generator, system=system)
+        faults = [f"{seed}-{update}-{i}" for i in range(len(todo))]
+        episodes = rollout(policy, tokenizer, environments, todo, faults, temperature=trainer.temperature,
+                           max_tokens=max_tokens, max_turn_tokens=max_turn_tokens, generator=generator,
+                           system=system)
         reward_PG = np.array([e.score.reward for e in episodes]).reshape(-1, group_size)
         if monitor: monitor.record(episodes)
         if shuffle_rewards: np.random.default_rng((seed, update)).shuffle(reward_PG.reshape(-1))
