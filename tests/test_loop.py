@@ -402,8 +402,9 @@ class Spy(AgentTrainer):
 
     def _get_per_token_logps_and_entropies(self, *args, **kwargs):
         out = super()._get_per_token_logps_and_entropies(*args, **kwargs)
-        self.logp = out[0]
-        if self.logp.requires_grad: self.logp.retain_grad()
+        if out[0] is not None:
+            self.logp = out[0]
+            if self.logp.requires_grad: self.logp.retain_grad()
         return out
 
     def _compute_loss(self, model, inputs):

@@ -50,16 +50,21 @@ def by_length(
         return torch.cat(parts)[back_B] if parts[0].ndim > 1 else torch.stack(parts).mean()
     return tuple(join(parts) for parts in zip(*results))
 
-# %% ../../nbs/loop/train.ipynb #7008e4c3
+# %% ../../nbs/loop/train.ipynb #72d763d8
 class AgentTrainer(GRPOTrainer):
     "TRL's GRPOTrainer with the sampled log-probabilities as the old ones and each episode weighed alike"
+    preparing = False  # a batch without KL term: TRL's own old log-probabilities are not needed
+
     def _generate_and_score_completions(self, inputs):
+        self.preparing = self.beta == 0
         batch = super()._generate_and_score_completions(inputs)
+        self.preparing = False
         batch["old_per_token_logps"] = batch.pop("sampling_per_token_logps")
         batch["advantages"] = per_episode(batch["advantages"], batch["completion_mask"]*batch["tool_mask"])
         return batch
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
+        if self.preparing: return None,None,None
         forward = super()._get_per_token_logps_and_entropies
         def part(ids, mask, keep): return forward(model, ids, mask, keep, **kwargs)
         return by_length(part, input_ids, attention_mask, logits_to_keep)
@@ -73,7 +78,7 @@ def keep_mixed(
     mixed = reward_PG.max(1) > reward_PG.min(1)
     return sorted(range(len(reward_PG)), key=lambda i: not mixed[i])[:keep]
 
-# %% ../../nbs/loop/train.ipynb #092b6cd5
+# %% ../../nbs/loop/train.ipynb #dd2393d0
 def train_rl(
     model,                  # The policy, after SFT
     tokenizer,              # Its tokenizer
@@ -112,7 +117,6 @@ def train_rl(
     met = [tasks[i % len(tasks)] for i in range(groups*played*updates)]
     chats = [[dict(role="user", content=t.question)] for t in met]
     by_question = {t.question: t for t in tasks}
-    position = dict(update=0)
 
     def play(prompts, trainer):
         update = trainer.state.global_step//steps_per_update
@@ -123,9 +127,9 @@ def train_rl(
         generator = torch.Generator().manual_seed(hash((seed, update)) % 2**31)
         policy = trainer.accelerator.unwrap_model(trainer.model)
         faults = [f"{seed}-{update}-{i}" for i in range(len(todo))]
-        episodes = rollout(policy, tokenizer, environments, todo, faults, temperature=trainer.temperature,
-                           max_tokens=max_tokens, max_turn_tokens=max_turn_tokens, generator=generator,
-                           system=system)
+        episodes = rollout(policy, tokenizer, environments, todo, faults, system=system,
+                           temperature=trainer.temperature, generator=generator,
+                           max_tokens=max_tokens, max_turn_tokens=max_turn_tokens)
         reward_PG = np.array([e.score.reward for e in episodes]).reshape(-1, group_size)
         if monitor: monitor.record(episodes)
         if shuffle_rewards: np.random.default_rng((seed, update)).shuffle(reward_PG.reshape(-1))
@@ -136,18 +140,20 @@ def train_rl(
                     reward=reward_PG.reshape(-1)[kept].tolist())
 
     args = GRPOConfig(**dict(
-        output_dir=str(output), max_steps=updates*steps_per_update, per_device_train_batch_size=B//steps_per_update,
-        steps_per_generation=steps_per_update, gradient_accumulation_steps=1, num_generations=group_size,
-        max_completion_length=max_tokens, loss_type=loss_type, epsilon_high=cap, beta=0.0, router_aux_loss_coef=0.0,
-        learning_rate=lr, bf16=model.dtype == torch.bfloat16, shuffle_dataset=False, seed=seed, report_to=[],
-        save_steps=save_every*steps_per_update, save_total_limit=1, logging_steps=steps_per_update, disable_tqdm=True,
+        output_dir=str(output), max_steps=updates*steps_per_update, num_generations=group_size,
+        per_device_train_batch_size=B//steps_per_update, steps_per_generation=steps_per_update,
+        gradient_accumulation_steps=1, max_completion_length=max_tokens, shuffle_dataset=False,
+        loss_type=loss_type, epsilon_high=cap, beta=0.0, router_aux_loss_coef=0.0, learning_rate=lr,
+        bf16=model.dtype == torch.bfloat16, seed=seed, report_to=[], disable_tqdm=True,
+        save_steps=save_every*steps_per_update, save_total_limit=1, logging_steps=steps_per_update,
         activation_checkpointing=False, dataloader_pin_memory=False) | config)
     optimizer = make_optimizer(model, lr, muon_lr)
     trainer = AgentTrainer(
-        model, reward_funcs=lambda reward, **_: reward, args=args, rollout_func=play, processing_class=tokenizer,
-        train_dataset=Dataset.from_list([dict(prompt=c) for c in chats]),
+        model, reward_funcs=lambda reward, **_: reward, args=args, rollout_func=play,
+        processing_class=tokenizer, train_dataset=Dataset.from_list([dict(prompt=c) for c in chats]),
         optimizers=(optimizer, get_linear_schedule_with_warmup(optimizer, warmup, args.max_steps)),
-        callbacks=[Progress("RL", "", ("reward", "entropy"), unit=steps_per_update), *([monitor] if monitor else [])])
+        callbacks=[Progress("RL", "", ("reward", "entropy"), unit=steps_per_update),
+                   *([monitor] if monitor else [])])
     trainer.remove_callback(PrinterCallback)
     resume(trainer, output)
     return model
