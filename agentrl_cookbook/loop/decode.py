@@ -72,24 +72,17 @@ def decoding(
         model.train(was)
         if routers: model.config.output_router_logits = routers
 
-# %% ../../nbs/loop/decode.ipynb #4d93ee04
+# %% ../../nbs/loop/decode.ipynb #c040ef63
 def _layer_weights(layer, config):
     "Weights of a layer, norms folded in: attention in, scale of q and k, attention out, router, up, down"
     a,e,norm = layer.self_attn,layer.mlp.experts,layer.post_attention_layernorm.weight
     w_in = torch.cat([a.q_proj.weight, a.k_proj.weight, a.v_proj.weight])*layer.input_layernorm.weight
     scale = torch.cat([a.q_norm.weight.expand(config.num_attention_heads, -1),
                        a.k_norm.weight.expand(config.num_key_value_heads, -1)])
+    gate,up = (w.flatten(0, 1)*norm for w in e.gate_up_proj.chunk(2, 1))
     weights = (w_in.t(), scale, a.o_proj.weight.t(), (layer.mlp.gate.weight*norm).t(),
-               (e.gate_up_proj*norm).transpose(1, 2), e.down_proj.transpose(1, 2))
+               torch.cat([gate, up]).t(), e.down_proj.transpose(1, 2).flatten(0, 1))
     return [w.detach().contiguous() for w in weights]
-
-def _by_expert(x_NH, w_EHO, counts):
-    "Products of slices of rows, sorted by expert, with that expert's matrix"
-    out_NO,start = x_NH.new_empty(len(x_NH), w_EHO.shape[-1]),0
-    for w_HO,n in zip(w_EHO, counts):
-        if n: torch.mm(x_NH[start:start+n], w_HO, out=out_NO[start:start+n])
-        start += n
-    return out_NO
 
 def _rotations(model, length):
     "Cosines and signed sines of the rotary embedding, (length, 2, D)"
@@ -98,7 +91,7 @@ def _rotations(model, length):
     half = sin.shape[-1]//2
     return torch.stack([cos, torch.cat([-sin[:, :half], sin[:, half:]], -1)], 1)
 
-# %% ../../nbs/loop/decode.ipynb #8022129e
+# %% ../../nbs/loop/decode.ipynb #2f3f1e06
 def fused_step(
     model:Qwen3MoeForCausalLM,  # Its weights are read now
     cache:Cache,                # From `slot_cache`; all of its rows take part
@@ -108,15 +101,16 @@ def fused_step(
     nq,nk,D,E,I,k = (c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.num_experts,
                      c.moe_intermediate_size, c.num_experts_per_tok)
     S,_,length,_ = cache.layers[0].keys.shape
-    layers = [(*_layer_weights(l, c), kv.keys, kv.values) for l,kv in zip(model.model.layers, cache.layers)]
+    layers = [(*_layer_weights(l, c), kv.keys, kv.values)
+              for l,kv in zip(model.model.layers, cache.layers)]
     embed = model.get_input_embeddings().weight.detach()
     head = (model.lm_head.weight*model.model.norm.weight).t().detach().contiguous()
     turn,rows = _rotations(model, length),torch.arange(S, device=model.device)
     hide = torch.full((length, length), float("-inf"), device=model.device).triu(1)
 
-    def rms(x): return x*(x.square().mean(-1, keepdim=True)+c.rms_norm_eps).rsqrt_()
+    def rms(x): return F.rms_norm(x, x.shape[-1:], eps=c.rms_norm_eps)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(ids_S, pos_S):
         width,x_SH = int(pos_S.max())+1,embed[ids_S]
         cos,sin = turn[pos_S].split(1, dim=1)
@@ -132,15 +126,14 @@ def fused_step(
             h = rms(x_SH)
             top_Sk,expert_Sk = torch.softmax(h@w_router, -1).topk(k, -1)
             if c.norm_topk_prob: top_Sk = top_Sk/top_Sk.sum(-1, keepdim=True)
-            order_N = expert_Sk.flatten().argsort()
-            counts,row_N = expert_Sk.flatten().bincount(minlength=E).tolist(),order_N//k
-            gate_up = _by_expert(h[row_N], w_up, counts)
-            act = F.silu(gate_up[:, :I])*gate_up[:, I:]*top_Sk.flatten()[order_N, None]
-            x_SH = x_SH.index_add(0, row_N, _by_expert(act, w_down, counts))
+            share_SE1 = h.new_zeros(S, E).scatter_(1, expert_Sk, top_Sk)[..., None]
+            gate,up = (h@w_up).chunk(2, 1)
+            act_SEI = (F.silu(gate)*up).view(S, E, I)*share_SE1
+            x_SH = torch.addmm(x_SH, act_SEI.view(S, E*I), w_down)
         return rms(x_SH)@head
     return step
 
-# %% ../../nbs/loop/decode.ipynb #b920a7c6
+# %% ../../nbs/loop/decode.ipynb #4aa33a71
 def next_logits(
     model,        # A causal language model
     cache:Cache,  # From `slot_cache`
@@ -149,7 +142,7 @@ def next_logits(
     c = model.config
     plain = type(model) is Qwen3MoeForCausalLM and model.dtype == torch.float32 and model.device.type == "cpu"
     usual = plain and not c.attention_bias and not c.mlp_only_layers
-    if usual and c.decoder_sparse_step == 1 and c.hidden_act == "silu":
+    if usual and c.decoder_sparse_step == 1 and c.hidden_act == "silu" and c.num_experts <= 16:
         return fused_step(model, cache)
     rows = torch.arange(cache.layers[0].keys.shape[0], device=model.device)
     return lambda ids_S,pos_S: feed(model, cache, rows, ids_S[:, None], pos_S)
