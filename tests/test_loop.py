@@ -23,7 +23,8 @@ from agentrl_cookbook.policy.tiny import encode_traces, tiny_config, tiny_policy
 from agentrl_cookbook.reward.verifier import Score
 from agentrl_cookbook.run import read_log
 from agentrl_cookbook.task.env import Environment
-from agentrl_cookbook.task.synth import graph, sample_tasks, solve
+from agentrl_cookbook.task.graph import graph
+from agentrl_cookbook.task.synth import sample_tasks, solve
 from agentrl_cookbook.task.world import company
 
 
@@ -295,6 +296,7 @@ BAD = dict(
     bad_sql=(called("sql", query="SELEC 1"), "sql", "sql"),
     surrogate_sql=('<tool_call>{"name": "sql", "arguments": {"query": "SELECT \\ud800"}}</tool_call>', "sql", "sql"),
     write=(called("sql", query="CREATE TABLE t (c)"), "sql", "denied"),
+    two_calls=(2*called("sql", query="SELECT 1"), "?", "malformed"),
     huge=(called("sql", query="SELECT hex(zeroblob(3000))"), "sql", "too_large"))
 
 def test_bad_calls_become_errors_that_the_policy_reads(scripted, trained, tokenizer, database, tasks):
@@ -377,7 +379,8 @@ def test_between_turns_is_what_the_template_writes(tokenizer):
     start,whole = (other.apply_chat_template(c, add_generation_prompt=True, tokenize=False) for c in (chat[:1], chat))
     assert start+"call"+other.eos_token+before+"result"+after == whole
 
-@pytest.mark.parametrize("hides", ["{%- if m.role != 'tool' -%}", "{%- if m.role == 'tool' -%}"])
+@pytest.mark.parametrize("hides", ["{%- if m.role != 'tool' -%}", "{%- if m.role == 'tool' -%}",
+                                   "{{- raise_exception('roles alternate') -}}{%- if true -%}"])
 def test_a_template_that_hides_a_role_is_refused(tokenizer, hides):
     other = deepcopy(tokenizer)
     other.chat_template = "{%- for m in messages -%}"+hides+"{{- m.content -}}{%- endif -%}{%- endfor -%}"

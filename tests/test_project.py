@@ -53,7 +53,7 @@ def test_no_papermill_leftovers(name):
 @each_notebook
 def test_small_cells_and_short_lines(name):
     assert len(NBS[name]["cells"]) <= 80
-    assert not [l for c in code(name) for l in source(c).splitlines() if len(l) > 120]
+    assert not [l for c in code(name) for l in source(c).splitlines() if len(l) > 110]
 
 @each_notebook
 def test_a_cell_that_imports_does_nothing_else(name):

@@ -101,6 +101,7 @@ def test_flights(tmp_path):
     (["-p", "rl_updates", "many"], "rl_updates"),
     (["-p", "database", "no_such.sqlite"], "There is no database file at no_such.sqlite"),
     (["-p", "model", "no/such/folder"], "no/such/folder"),
+    (["-p", "sft_long", "9600"], "give fewer long examples"),
     (["-p", "cap", "0.2"], "CISPO needs a cap above 1")])
 def test_bad_input_ends_in_one_sentence(tmp_path, words, sentence):
     done = agentrl(tmp_path, "run", "quickstart", "-f", SMOKE, *words)

@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from transformers import Qwen3MoeForCausalLM
 from transformers.cache_utils import Cache,StaticLayer,get_layer_types_and_kwargs
 
-# %% ../../nbs/loop/decode.ipynb #1c460c5f
+# %% ../../nbs/loop/decode.ipynb #cdfe6d5c
 class SlotLayer(StaticLayer):
-    "Keys and values of a layer, (S, heads, length, D); `rows_n`, `pos_nT`, `width`: where the next call writes"
+    "Keys and values of a layer, (S, heads, length, D); the next call writes at `rows_n` and `pos_nT`"
     def update(self, key_nhTD, value_nhTD, *args, **kwargs):
         "Store new keys and values, return those of the rows up to `width`"
         rows = self.rows_n[:, None]
@@ -133,16 +133,16 @@ def fused_step(
         return rms(x_SH)@head
     return step
 
-# %% ../../nbs/loop/decode.ipynb #4aa33a71
+# %% ../../nbs/loop/decode.ipynb #ee4794c6
 def next_logits(
     model,        # A causal language model
     cache:Cache,  # From `slot_cache`
 ):                # A function of the next token and the position of each slot, (S,) and (S,): logits (S, V)
     "The decoding step for this model"
     c = model.config
-    plain = type(model) is Qwen3MoeForCausalLM and model.dtype == torch.float32 and model.device.type == "cpu"
-    usual = plain and not c.attention_bias and not c.mlp_only_layers
-    if usual and c.decoder_sparse_step == 1 and c.hidden_act == "silu" and c.num_experts <= 16:
+    here = model.dtype == torch.float32 and model.device.type == "cpu"
+    plain = type(model) is Qwen3MoeForCausalLM and not c.attention_bias and not c.mlp_only_layers
+    if here and plain and c.decoder_sparse_step == 1 and c.hidden_act == "silu" and c.num_experts <= 16:
         return fused_step(model, cache)
     rows = torch.arange(cache.layers[0].keys.shape[0], device=model.device)
     return lambda ids_S,pos_S: feed(model, cache, rows, ids_S[:, None], pos_S)

@@ -5,10 +5,11 @@
 # %% auto #0
 __all__ = ['Episode', 'between_turns', 'choose', 'rollout']
 
-# %% ../../nbs/loop/rollout.ipynb #869872f3
+# %% ../../nbs/loop/rollout.ipynb #953b2a55
 from dataclasses import dataclass,field
 
 import torch
+from jinja2 import TemplateError
 
 from ..reward.verifier import Score,verify
 from ..task.env import call,result_text
@@ -35,16 +36,16 @@ class Episode:
     @property
     def n_timeouts(self): return sum(kind == "timeout" for _,kind in self.calls)
 
-# %% ../../nbs/loop/rollout.ipynb #0ba6ef6a
+# %% ../../nbs/loop/rollout.ipynb #ee6aa4d0
 def between_turns(
     tokenizer,         # With a chat template that knows the role `tool`
 )->tuple[str,str]:     # Text from the end of the policy's turn to the result, and from there to its next turn
     "What the chat template puts around a tool result"
     marks = "MARK_ONE","MARK_TWO"
-    text = tokenizer.apply_chat_template(
-        [dict(role="user", content="q"), dict(role="assistant", content=marks[0]),
-         dict(role="tool", content=marks[1])],
-        add_generation_prompt=True, tokenize=False)
+    chat = [dict(role="user", content="q"), dict(role="assistant", content=marks[0]),
+            dict(role="tool", content=marks[1])]
+    try: text = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    except TemplateError: text = ""
     if not all(text.count(m) == 1 for m in marks):
         raise ValueError("The chat template does not show a message of role `tool`: "
                          "give the tokenizer one that does.")
@@ -66,7 +67,7 @@ def choose(
     else: token_S = logp_SV.argmax(-1)
     return token_S,logp_SV.gather(1, token_S[:, None])[:, 0]
 
-# %% ../../nbs/loop/rollout.ipynb #e7ad6038
+# %% ../../nbs/loop/rollout.ipynb #02081c99
 class _Slot:
     "One running episode: `take` gets a sampled token and says whether the episode goes on"
     def __init__(self, environment, episode, play):
@@ -92,7 +93,7 @@ class _Slot:
         if TOOL_CALL[0] not in text:
             e.answer = text.strip()
             return False
-        body = text.split(TOOL_CALL[0])[1].split(TOOL_CALL[1])[0]
+        body = text.split(TOOL_CALL[0], 1)[1].rsplit(TOOL_CALL[1], 1)[0]  # two calls are malformed
         observed = result_text(call(self.environment, body))
         e.observed.append(observed)
         e.calls = list(self.environment.calls)
