@@ -156,7 +156,8 @@ def execute(
     import papermill
     from nbclient.exceptions import DeadKernelError
     out = folder/notebook.name
-    bars = dict(TQDM_NCOLS="88", TQDM_MININTERVAL="0.5" if sys.stderr.isatty() else "10")
+    bars = dict(TQDM_NCOLS="88", TQDM_MININTERVAL="0.5" if sys.stderr.isatty() else "10",
+                PYTHONWARNINGS="ignore:IProgress not found")
     for k,v in bars.items(): os.environ.setdefault(k, v)
     with open(folder/"kernel.log", "w") as log, os.fdopen(os.dup(2), "w") as stderr:
         os.dup2(log.fileno(), 2)

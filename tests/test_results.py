@@ -8,7 +8,9 @@ from agentrl_cookbook.run import mean_interval
 RUNS = [r["metrics"] for r in json.loads((ROOT/"nbs/results/quickstart.json").read_text())]
 TRAINED,CONTROL = ([m for m in RUNS if m["shuffle_rewards"] == s and m["n_heldout"] >= 256] for s in (False, True))
 
-def cell(values): return "{:.2f} [{:.2f}, {:.2f}]".format(*mean_interval(values))
+def cell(values):
+    mean,low,high = mean_interval(values)
+    return f"{mean:.2f} [{max(0, low):.2f}, {min(1, high):.2f}]"
 
 def test_three_seeds_of_each():
     assert Counter(m["seed"] for m in TRAINED) == Counter(m["seed"] for m in CONTROL) == {0: 1, 1: 1, 2: 1}
