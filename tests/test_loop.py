@@ -436,11 +436,11 @@ def rl(trained, tokenizer, database, tasks, tmp_path_factory):
     "Trains a copy of the policy by RL on a few episodes; returns it and the trainer"
     def run(trainer=Spy, folder=None, play=coin, **options):
         with pytest.MonkeyPatch.context() as m:
-            m.setattr(train_module, "AgentTrainer", trainer)
             m.setattr(train_module, "rollout", play)
             saving = {} if folder else dict(save_strategy="no")
             model = train_rl(deepcopy(trained), tokenizer, tasks, environments(database), folder or tmp_path_factory.mktemp("rl"),
-                             **dict(updates=2, groups=2, group_size=4, max_tokens=64, lr=3e-3, warmup=0) | saving | options)
+                             **dict(updates=2, groups=2, group_size=4, max_tokens=64, lr=3e-3, warmup=0,
+                                    trainer_class=trainer) | saving | options)
         return model,Spy.last
     return run
 

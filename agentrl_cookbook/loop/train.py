@@ -50,23 +50,36 @@ def by_length(
         return torch.cat(parts)[back_B] if parts[0].ndim > 1 else torch.stack(parts).mean()
     return tuple(join(parts) for parts in zip(*results))
 
-# %% ../../nbs/loop/train.ipynb #72d763d8
+# %% ../../nbs/loop/train.ipynb #185db17c
 class AgentTrainer(GRPOTrainer):
     "TRL's GRPOTrainer with the sampled log-probabilities as the old ones and each episode weighed alike"
     preparing = False  # a batch without KL term: TRL's own old log-probabilities are not needed
+
+    def credit(self, batch):
+        "Advantages, (B,) or (B, T), from TRL's `advantages`, the `rewards` and the masks of a batch"
+        return per_episode(batch["advantages"], batch["completion_mask"]*batch["tool_mask"])
+
+    def forward(self, model, ids_BT, mask_BT, keep, **kwargs):
+        "Log-probabilities, entropies and balance loss of a part of a batch"
+        return super()._get_per_token_logps_and_entropies(model, ids_BT, mask_BT, keep, **kwargs)
+
+    def _calculate_rewards(self, inputs, *args):
+        reward_BR,start = super()._calculate_rewards(inputs, *args),self.accelerator.process_index*len(inputs)
+        self.reward_B = reward_BR[start:start+len(inputs)].sum(1)
+        return reward_BR
 
     def _generate_and_score_completions(self, inputs):
         self.preparing = self.beta == 0
         batch = super()._generate_and_score_completions(inputs)
         self.preparing = False
         batch["old_per_token_logps"] = batch.pop("sampling_per_token_logps")
-        batch["advantages"] = per_episode(batch["advantages"], batch["completion_mask"]*batch["tool_mask"])
+        batch["rewards"] = self.reward_B
+        batch["advantages"] = self.credit(batch)
         return batch
 
     def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, **kwargs):
         if self.preparing: return None,None,None
-        forward = super()._get_per_token_logps_and_entropies
-        def part(ids, mask, keep): return forward(model, ids, mask, keep, **kwargs)
+        def part(ids, mask, keep): return self.forward(model, ids, mask, keep, **kwargs)
         return by_length(part, input_ids, attention_mask, logits_to_keep)
 
 # %% ../../nbs/loop/train.ipynb #fb3a6590
@@ -78,7 +91,7 @@ def keep_mixed(
     mixed = reward_PG.max(1) > reward_PG.min(1)
     return sorted(range(len(reward_PG)), key=lambda i: not mixed[i])[:keep]
 
-# %% ../../nbs/loop/train.ipynb #dd2393d0
+# %% ../../nbs/loop/train.ipynb #feae7fba
 def train_rl(
     model,                  # The policy, after SFT
     tokenizer,              # Its tokenizer
@@ -102,6 +115,7 @@ def train_rl(
     monitor=None,           # Gets `record(episodes)`, and is a callback of the trainer
     system:str="",          # A system message before every question
     save_every:int=10,      # Updates between checkpoints
+    trainer_class=AgentTrainer,  # It, a subclass, or a function that makes one
     **config,               # Other fields of `GRPOConfig`
 ):                          # The trained model, in place
     "Train by reinforcement learning, resuming where an earlier call stopped"
@@ -148,7 +162,7 @@ def train_rl(
         save_steps=save_every*steps_per_update, save_total_limit=1, logging_steps=steps_per_update,
         activation_checkpointing=False, dataloader_pin_memory=False) | config)
     optimizer = make_optimizer(model, lr, muon_lr)
-    trainer = AgentTrainer(
+    trainer = trainer_class(
         model, reward_funcs=lambda reward, **_: reward, args=args, rollout_func=play,
         processing_class=tokenizer, train_dataset=Dataset.from_list([dict(prompt=c) for c in chats]),
         optimizers=(optimizer, get_linear_schedule_with_warmup(optimizer, warmup, args.max_steps)),
