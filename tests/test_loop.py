@@ -48,7 +48,7 @@ def tasks(g): return sample_tasks(g, 16, {1: .5, 2: .5}, seed=0, split="test")
 
 @pytest.fixture(scope="module")
 def traces(database, tasks):
-    environment = Environment(database, timeout_rate=.2)
+    environment = Environment(database, dict(sql=dict(timeout=.2)))
     return [solve(t, environment, seed=i) for i,t in enumerate(tasks*4)]
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def trained(tmp_path_factory, tokenizer, rows):
 @pytest.fixture
 def policy(trained): return deepcopy(trained)
 
-def environments(database, n=8, **limits): return [Environment(database, **dict(timeout_rate=.2) | limits) for _ in range(n)]
+def environments(database, n=8, **limits): return [Environment(database, **dict(profile=dict(sql=dict(timeout=.2))) | limits) for _ in range(n)]
 
 def weights(model): return torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
 
@@ -276,7 +276,7 @@ def called(name, **arguments): return f"<tool_call>{json.dumps(dict(name=name, a
 
 def play_scripts(scripted, trained, tokenizer, database, tasks, scripts, max_calls=12, **options):
     scripted(*scripts)
-    return rollout(trained, tokenizer, environments(database, len(scripts), timeout_rate=0, max_calls=max_calls), tasks,
+    return rollout(trained, tokenizer, environments(database, len(scripts), profile={}, max_calls=max_calls), tasks,
                    list(range(len(scripts))), **dict(max_tokens=600, max_turn_tokens=600) | options)
 
 def solution(task): return [called("sql", query=q) for q in task.queries]+[task.answer]

@@ -11,7 +11,7 @@ from dataclasses import dataclass,field
 import torch
 from jinja2 import TemplateError
 
-from ..reward.verifier import Score,verify
+from ..reward.verifier import LEGAL,Score,verify
 from ..task.env import call,result_text
 from ..task.tools import TOOL_CALL
 from .decode import decoding,feed,next_logits,slot_cache
@@ -124,8 +124,9 @@ def rollout(
     chats = [opening+[dict(role="user", content=t.question)] for t in tasks]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
     episodes = [Episode(t, p) for t,p in zip(tasks, prompts)]
-    go_on = ("ok", "timeout")
-    if not stop_on_illegal: go_on += ("sql", "denied", "too_large", "malformed", "unknown_tool", "argument")
+    go_on = LEGAL
+    if not stop_on_illegal: go_on += ("sql", "denied", "too_large", "malformed", "unknown_tool", "argument",
+                                      "python", "memory", "not_found", "gone")
     play = dict(tokenizer=tokenizer, between=between_turns(tokenizer), end=tokenizer.eos_token_id,
                 max_tokens=max_tokens, max_turn_tokens=max_turn_tokens, go_on=go_on)
     S,order = min(len(environments), len(tasks)),iter(range(len(tasks)))

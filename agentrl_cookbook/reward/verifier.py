@@ -11,6 +11,8 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ..task.faults import FAULTS
+
 # %% ../../nbs/reward/verifier.ipynb #e03fd1b5
 def _leaves(o):
     "All plain values inside a JSON value, as text"
@@ -28,7 +30,7 @@ def read_values(
 
 # %% ../../nbs/reward/verifier.ipynb #dd31d800
 KINDS = ("right", "illegal_call", "no_answer", "wrong_answer", "not_observed")
-LEGAL = ("ok", "timeout")
+LEGAL = ("ok", *FAULTS)
 
 @dataclass(frozen=True)
 class Score:

@@ -1,31 +1,26 @@
-"Databases, tools, environments and tasks: right answers, the same faults again, and nothing that gets out."
+"Databases and tasks: right answers, splits that stay apart, and solved examples that end at the answer."
 import csv,hashlib,itertools,json,sqlite3,subprocess,sys,zipfile
 from collections import Counter
 from contextlib import closing, suppress
 from dataclasses import asdict
-from functools import partial
 from importlib.util import find_spec
 from io import TextIOWrapper
 from pathlib import Path
-from time import monotonic
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 
 from agentrl_cookbook.task import world
-from agentrl_cookbook.task.env import Environment, call, instructions, result_text, tool_methods
-from agentrl_cookbook.task.synth import Task, all_tasks, chains, graph, belongs, make_task, SPLITS, sample_tasks, solve
-from agentrl_cookbook.task.tools import RESERVED, connect, open_database, parse_call, quoted, schema, sql
-from agentrl_cookbook.task.world import company, flights, write_database
+from agentrl_cookbook.task.env import Environment
+from agentrl_cookbook.task.graph import facts, graph, kind_of_column
+from agentrl_cookbook.task.synth import Task, all_tasks, chains, belongs, make_task, SPLITS, sample_tasks, solve
+from agentrl_cookbook.task.tools import RESERVED, connect, open_database, quoted, sql
+from agentrl_cookbook.task.world import company, flights, office, write_database
 
 quick = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-KINDS = {"ok", "timeout", "sql", "denied", "too_large", "malformed", "unknown_tool", "argument", "budget"}
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory): return company(tmp_path_factory.mktemp("company")/"company.db")
-
-@pytest.fixture(scope="module")
-def guarded(database): return open_database(database)
 
 @pytest.fixture(scope="module")
 def g(database): return graph(database)
@@ -36,10 +31,6 @@ def sky(tmp_path_factory): return flights(tmp_path_factory.mktemp("flights")/"fl
 def answers(connection, task):
     "What the database says to each query of a task"
     return [sql(connection, query)["result"] for query in task.queries]
-
-def is_result(r):
-    "Whether it has the one shape that all tools share"
-    return list(r) == (["ok", "result"] if r["ok"] else ["ok", "kind", "error"]) and json.loads(result_text(r)) == r
 
 
 # ---- Tasks: the answers agree with the database ----
@@ -111,6 +102,60 @@ def test_edges_are_the_foreign_keys_of_the_rows(g, database):
     assert sum(g.out_degree(n) for n in g if n[0] == "purchase") == 80
 
 
+# ---- Published results depend on these ----
+
+FROZEN = {"company/all": "f6cd8d231e172f56",
+          "company/sample/test/0": "5e0bb39749bc80e7",
+          "company/sample/rl/0": "2e610553e1820bb6",
+          "company/sample/sft/0": "deba3ef87271ee26",
+          "company/traces": "fbbae2e071352587",
+          "flights/all": "5ad0750630f98366",
+          "flights/sample/test/3": "415e01f41f36ea1b",
+          "flights/traces": "59665f91b83aeea5"}
+
+def digest(value): return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
+
+def test_tasks_samples_and_traces_are_what_they_were_when_results_were_published(database, sky):
+    found = {}
+    for name,path in dict(company=database, flights=sky).items():
+        g = graph(path)
+        found[f"{name}/all"] = digest([asdict(t)|dict(id=t.id, hops=t.hops) for h in (1, 2, 3) for t in all_tasks(g, h)])
+        for split,seed in itertools.product(SPLITS, (0, 3)):
+            tasks = sample_tasks(g, 100, {1: 1, 2: 1, 3: 2}, seed, split)
+            found[f"{name}/sample/{split}/{seed}"] = digest([asdict(t) for t in tasks])
+        environment = Environment(path, dict(sql=dict(timeout=.3)), max_calls=99)
+        found[f"{name}/traces"] = digest([solve(t, environment, f"0-{i}") for i,t in enumerate(tasks)])
+    assert {k: found[k] for k in FROZEN} == FROZEN
+
+
+# ---- The office ----
+
+def test_an_office_has_every_reference_and_follows_its_seed(tmp_path):
+    path = office(tmp_path/"o.db", 3, people=40)
+    with closing(connect(path)) as c:
+        assert c.execute("PRAGMA foreign_key_check").fetchall() == []
+        sizes = [c.execute(f"SELECT count(*) FROM {t}").fetchone()[0] for t in ("person", "purchase", "ticket")]
+        assert sizes == [40, 120, 80] and c.execute("SELECT count(*) FROM person WHERE manager=login").fetchone() == (0,)
+        assert c.execute("SELECT count(DISTINCT mail),count(DISTINCT badge) FROM person").fetchone() == (40, 40)
+        assert c.execute("SELECT min(bought)>='2024-01-01',max(bought)<='2025-12-31' FROM purchase").fetchone() == (1, 1)
+    assert path.read_bytes() == office(tmp_path/"p.db", 3, people=40).read_bytes() != office(tmp_path/"q.db", 4, people=40).read_bytes()
+
+@pytest.mark.parametrize("people", [0, 9, 401])
+def test_an_office_of_no_possible_size_is_refused(tmp_path, people):
+    with pytest.raises(ValueError, match=f"people is {people}: an office has 10 to 400"): office(tmp_path/"o.db", people=people)
+    assert not list(tmp_path.iterdir())
+
+def test_facts_are_the_rows_and_edges_of_the_graph(g):
+    f = facts(g)
+    assert sum(map(len, f.rows.values())) == len(g) and sum(map(len, f.back.values())) == g.number_of_edges()
+    assert all(f.rows[t][k][c] == key for (t,c,key),keys in f.back.items() for k in keys)
+    assert set(f.columns["person"]["link"]) == {"team", "home", "manager"} and f.columns["person"]["label"] == ["role"]
+
+@pytest.mark.parametrize("values,kind", [([], "empty"), (["2025-01-31"]*2, "date"), (["2025-1-3", "x"], "name"), (["1", "1", "-2"], "number"),
+                                         (["1", "1", "1.5"], "label"), (["a@b", "c@d"], "address"), (["a@b", "c"], "name"), (["9"*16]*2, "label")])
+def test_kinds_of_columns(values, kind): assert kind_of_column(values) == kind
+
+
 # ---- The split and the samples ----
 
 def test_train_and_test_are_disjoint_whatever_the_seeds(g):
@@ -133,7 +178,8 @@ def test_samples_follow_their_seed_and_their_side(g, seed, n, split):
     if split == "test": assert len({t.id for t in tasks}) == n
 
 def test_samples_do_not_depend_on_the_process(g, database):
-    code = f"""from agentrl_cookbook.task.synth import graph,sample_tasks
+    code = f"""from agentrl_cookbook.task.graph import graph
+from agentrl_cookbook.task.synth import sample_tasks
 print([t.id for t in sample_tasks(graph({str(database)!r}), 20, {{1: 1, 2: 1}}, 3, 'test')])"""
     shown = {subprocess.run([sys.executable, "-c", code], env=dict(PYTHONHASHSEED=s), capture_output=True, text=True,
                             check=True).stdout for s in "12"}
@@ -220,176 +266,11 @@ def test_a_path_with_odd_characters_opens(tmp_path):
     assert len(graph(path)) == 173 and sql(open_database(path), "SELECT 1")["ok"]
 
 
-# ---- Tools ----
-
-@pytest.fixture
-def fort(tmp_path, monkeypatch):
-    "A database in a folder of its own, in which no attempt may change or make a file"
-    monkeypatch.chdir(tmp_path)
-    path = company("company.db")
-    before = path.read_bytes()
-    connection = open_database(path)
-    yield connection
-    assert sql(connection, "SELECT count(*) FROM person") == dict(ok=True, result=[["40"]])
-    assert [p.name for p in Path().iterdir()] == ["company.db"] and path.read_bytes() == before
-
-endless = "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i+1 FROM n) SELECT"
-ATTEMPTS = [
-    ("denied", "INSERT INTO city VALUES ('a', 'b', 'c')"), ("denied", "UPDATE person SET role = 'x'"),
-    ("denied", "DELETE FROM person"), ("denied", "REPLACE INTO city VALUES ('Oslo', 'x', 'y')"),
-    ("denied", "DROP TABLE person"), ("denied", "ALTER TABLE person ADD x"), ("denied", "CREATE TABLE x (a)"),
-    ("denied", "CREATE TEMP TABLE x (a)"), ("denied", "CREATE TEMP VIEW x AS SELECT 1"),
-    ("denied", "CREATE TEMP TRIGGER x DELETE ON person BEGIN SELECT 1; END"), ("denied", "CREATE VIRTUAL TABLE x USING fts5(a)"),
-    ("denied", "ATTACH 'other.db' AS other"), ("denied", "ATTACH ':memory:' AS other"), ("denied", "DETACH main"),
-    ("denied", "VACUUM"), ("denied", "VACUUM INTO 'copy.db'"), ("denied", "REINDEX"), ("denied", "ANALYZE"),
-    ("denied", "PRAGMA journal_mode = wal"), ("denied", "PRAGMA writable_schema = 1"), ("denied", "PRAGMA table_info(city)"),
-    ("denied", "SELECT * FROM pragma_database_list"), ("denied", "BEGIN EXCLUSIVE"), ("denied", "SAVEPOINT a"), ("denied", "COMMIT"),
-    ("denied", "SELECT load_extension('evil')"), ("denied", "SELECT LOAD_Extension('evil', 'main')"),
-    ("denied", "SELECT printf('%.*c', 1000000000, 'x')"), ("denied", "SELECT FORMAT('%.*c', 1000000000, 'x')"),
-    ("denied", "SELECT name FROM city WHERE length(printf('%.*c', 1000000000, 'x'))"),
-    ("sql", "SELECT 1; DELETE FROM person"), ("sql", "SELECT readfile('/etc/hosts')"), ("sql", "SELECT writefile('x', 'y')"),
-    ("sql", ""), ("sql", " -- nothing"), ("sql", "SELECT 'a\0b'"), ("sql", "SELECT '\ud800'"), ("sql", "SELECT ?"),
-    ("sql", "SELECT nothing FROM nowhere"), ("sql", "SELECT "+"("*4000+"1"+")"*4000), ("sql", None), ("sql", b"SELECT 1"), ("sql", ["SELECT 1"]),
-    ("timeout", f"{endless} count(*) FROM n"), ("timeout", f"{endless} i FROM n WHERE i < 0"),
-    ("timeout", f"{endless} i FROM n ORDER BY random()"), ("timeout", f"{endless} max(hex(randomblob(4000))) FROM n"),
-    ("timeout", "SELECT count(*) FROM "+", ".join(f"person p{i}" for i in range(30))),
-    ("too_large", f"{endless} i FROM n"), ("too_large", "SELECT name FROM person"),
-    ("too_large", "SELECT zeroblob(1000000000)"), ("too_large", "SELECT hex(randomblob(9000))"),
-    ("too_large", "SELECT "+",".join(["hex(zeroblob(4900))"]*100)), ("too_large", "SELECT group_concat(a.name) FROM person a, person b")]
-
-@pytest.mark.parametrize("kind,query", ATTEMPTS, ids=range(len(ATTEMPTS)))
-def test_attempts_end_as_tool_errors_in_time(fort, kind, query):
-    limit = 0.2 if kind == "timeout" else 10  # seconds
-    start,r = monotonic(),sql(fort, query, limit)
-    assert is_result(r) and r.get("kind") == kind and len(r["error"]) <= 200, r
-    assert monotonic()-start < 5  # whatever the kind; the machine may be busy with other things
-
-def test_no_function_of_sqlite_outruns_the_clock(guarded, database):
-    "Each function that is allowed, with arguments as long and as large as they may be"
-    long,short = "hex(zeroblob(4990))","hex(zeroblob(600))||'1'"
-    values = [long, short, "1000000000", "'%.*f%1000000000d%J'", "'$[0]'"]
-    with closing(connect(database)) as c: found = set(c.execute("SELECT name,narg FROM pragma_function_list"))
-    assert len(found) > 100
-    for name,n in sorted(found):
-        for k in ([n] if n >= 0 else [0, 1, 2, 3]):
-            for args in itertools.product(values, repeat=min(k, 3)):
-                start = monotonic()
-                assert is_result(sql(guarded, f"SELECT {name}({','.join([*args, *[long]*(k-len(args))])})", seconds=0.1))
-                assert monotonic()-start < 3, (name, args)
-
-def test_a_lookup_never_meets_the_clock(guarded, g):
-    "With no time at all: the results of a training run do not depend on how busy the machine is"
-    for t in sample_tasks(g, 50, {3: 1}, 0, "train"):
-        assert [sql(guarded, q, seconds=-1) for q in t.queries] == [sql(guarded, q) for q in t.queries]
-
-def test_a_column_may_be_called_like_a_refused_function(tmp_path):
-    path = write_database(tmp_path/"b.db", "create table book(name text primary key, format text)", dict(book=[("a", "pdf")]))
-    assert sql(open_database(path), "SELECT format FROM book") == dict(ok=True, result=[["pdf"]])
-
-def test_values_are_text_and_empty_cells_are_not(guarded):
-    assert sql(guarded, "SELECT 1, 1.5, 'a', NULL, 1e308*10") == dict(ok=True, result=[["1", "1.5", "a", None, "inf"]])
-    assert sql(guarded, "SELECT CAST(x'ff61' AS TEXT)") == dict(ok=True, result=[["\ufffda"]])
-    assert sql(guarded, "SELECT name FROM city WHERE 0") == dict(ok=True, result=[])
-
-@pytest.mark.parametrize("rows", [0, 1, 20, 21, 40])
-def test_a_result_has_up_to_20_rows_and_is_never_cut(guarded, rows):
-    r = sql(guarded, f"SELECT name FROM person LIMIT {rows}")
-    assert r["ok"] == (rows <= 20) and (not r["ok"] or len(r["result"]) == rows)
-
-@quick
-@given(st.text())
-def test_any_text_is_a_query_that_gets_a_result(guarded, text): assert is_result(sql(guarded, text, seconds=0.2))
-
-@quick
-@given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(), lambda o: st.lists(o) | st.dictionaries(st.text(), o)))
-def test_only_a_name_and_arguments_are_a_call(value):
-    r = parse_call(json.dumps(value))
-    assert is_result(r) and r["kind"] == "malformed"
-    assert parse_call(json.dumps(dict(name="sql", arguments=dict(query=value)))) is not None
-
-@pytest.mark.parametrize("text", [None, "", "{", "[" * 10**5, '{"a": ' * 10**5, "\ud800", '{"name": "sql", "arguments": {}, "more": 1}',
-                                  '{"name": 3, "arguments": {}}', '{"name": "sql", "arguments": "query"}', 'null', '"sql"'])
-def test_what_is_no_call_is_malformed(text): assert parse_call(text)["kind"] == "malformed"
-
-
-# ---- The environment ----
-
-def play(environment, seed, queries=("SELECT 1",)*12):
-    environment.reset(seed=seed)
-    for q in queries: environment.sql(q)
-    return [kind for _,kind in environment.calls]
-
-@quick
-@given(seed=st.integers(), rate=st.floats(0, 1), wrong=st.lists(st.booleans(), min_size=12, max_size=12))
-def test_faults_follow_the_seed_and_nothing_else(database, seed, rate, wrong):
-    a,b = Environment(database, rate),Environment(database, rate)
-    kinds = play(a, seed)
-    play(b, seed+1)
-    assert kinds == play(b, seed) == play(a, seed)
-    mixed = play(b, seed, ["SELEKT" if w else "SELECT 1" for w in wrong])
-    assert [k == "timeout" for k in mixed] == [k == "timeout" for k in kinds]
-
-@pytest.mark.parametrize("rate", [0.0, 0.2, 0.5, 1.0])
-def test_the_rate_is_the_share_of_calls_that_time_out(database, rate):
-    environment = Environment(database, rate)
-    kinds = Counter(k for seed in range(300) for k in play(environment, seed))
-    assert abs(kinds["timeout"]/3600-rate) < 0.03 and set(kinds) <= {"ok", "timeout"}
-
-@pytest.mark.parametrize("text,tool,kind", [
-    ("{not json", "?", "malformed"), ("[]", "?", "malformed"), ('{"name": "shell", "arguments": {}}', "?", "unknown_tool"),
-    ('{"name": "reset", "arguments": {}}', "?", "unknown_tool"), ('{"name": "_use", "arguments": {}}', "?", "unknown_tool"),
-    ('{"name": "calls", "arguments": {}}', "?", "unknown_tool"), ('{"name": "__init__", "arguments": {}}', "?", "unknown_tool"),
-    ('{"name": "sql", "arguments": {}}', "sql", "argument"), ('{"name": "sql", "arguments": {"query": 1}}', "sql", "argument"),
-    ('{"name": "sql", "arguments": {"query": null}}', "sql", "argument"),
-    ('{"name": "sql", "arguments": {"query": "SELECT 1", "limit": 1}}', "sql", "argument"),
-    ('{"name": "sql", "arguments": {"self": 1, "query": "SELECT 1"}}', "sql", "argument"),
-    ('{"name": "sql", "arguments": {"query": "SELEKT 1"}}', "sql", "sql"),
-    ('{"name": "sql", "arguments": {"query": "DROP TABLE person"}}', "sql", "denied"),
-    ('{"name": "sql", "arguments": {"query": "SELECT 1"}}', "sql", "ok")])
-def test_each_call_is_counted_by_tool_and_kind(database, text, tool, kind):
-    environment = Environment(database)
-    r = call(environment, text)
-    assert is_result(r) and r.get("kind", "ok") == kind and environment.calls == [(tool, kind)]
-
-@quick
-@given(st.lists(st.one_of(st.text(), st.builds(lambda n,a: json.dumps(dict(name=n, arguments=a)),
-    st.sampled_from(["sql", "reset", "x"]), st.dictionaries(st.sampled_from(["query", "y"]), st.text() | st.integers())))), st.integers(0, 5))
-def test_no_call_raises_and_all_are_counted(database, texts, budget):
-    environment = Environment(database, 0.3, max_calls=budget)
-    results = [call(environment, text) for text in texts]
-    assert all(map(is_result, results)) and [k for _,k in environment.calls] == [r.get("kind", "ok") for r in results]
-    assert {k for _,k in environment.calls} <= KINDS
-    assert all(k == "budget" for _,k in environment.calls[budget:]) and "budget" not in dict(environment.calls[:budget]).values()
-
-def test_reset_forgets_the_episode(database):
-    environment = Environment(database, max_calls=2)
-    play(environment, 0)
-    assert environment.calls[-1] == ("sql", "budget")
-    assert environment.reset(seed=1, prompt="x", answer="y") is None and environment.calls == []
-    assert json.loads(environment.sql("SELECT 1"))["ok"]
-
-@pytest.mark.parametrize("rate", [-0.1, 1.1, 20])
-def test_a_rate_that_is_no_share_is_refused(database, rate):
-    with pytest.raises(ValueError, match="timeout_rate is .*: give a share from 0 to 1"): Environment(database, rate)
-
-def test_instructions_describe_tools_tables_and_the_form_of_a_call(database):
-    told = instructions(Environment(database))
-    assert "person(name, team, home, manager, role)" in told and json.dumps(schema(Environment(database).sql)) in told
-    example = told.split("<tool_call>")[1].split("</tool_call>")[0]
-    assert parse_call(example) == ("sql", dict(query="SELECT ..."))
-
-def test_the_schema_of_the_tool(database):
-    described = schema(Environment(database).sql)
-    assert described["type"] == "function" and described["function"]["name"] == "sql"
-    assert described["function"]["parameters"] == dict(
-        type="object", properties=dict(query=dict(type="string", description="The query.")), required=["query"])
-
-
 # ---- Solved examples ----
 
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 def test_solved_examples_end_at_the_answer_and_show_each_retry(g, database, rate):
-    environment = Environment(database, rate)
+    environment = Environment(database, dict(sql=dict(timeout=rate)))
     for seed,task in enumerate(sample_tasks(g, 60, {1: 1, 2: 1, 3: 1}, 0, "train")):
         user,*middle,last = solve(task, environment, seed)
         late = sum(kind == "timeout" for _,kind in environment.calls)
@@ -404,7 +285,7 @@ def test_what_does_not_end_at_the_answer_is_no_example(g, database, tmp_path):
     [task] = sample_tasks(g, 1, {2: 1}, 0, "train")
     wrong = Task(**asdict(task) | dict(answer="nonsense"))
     with pytest.raises(ValueError, match="not in 'nonsense'"): solve(wrong, Environment(database))
-    with pytest.raises(ValueError, match="budget"): solve(task, Environment(database, timeout_rate=1.0))
+    with pytest.raises(ValueError, match="budget"): solve(task, Environment(database, dict(sql=dict(timeout=1.0))))
     with pytest.raises(ValueError, match="no such column"):
         solve(Task(**asdict(task) | dict(queries=("SELECT x FROM person",))), Environment(database))
 
@@ -431,7 +312,7 @@ def test_flights_give_tasks_of_three_hops(sky):
     tasks = list(all_tasks(g, 3))
     assert len(tasks) >= 500 and all(answers(connection, t)[-1] == [[t.answer]] for t in tasks)
     assert ("flight", ("plane", "model", "maker")) in chains(g, 3) and ("flight", ("dest", "zone", "utc")) in chains(g, 3)
-    environment = Environment(sky, 0.2)
+    environment = Environment(sky, dict(sql=dict(timeout=.2)))
     for seed,t in enumerate(sample_tasks(g, 40, {1: 1, 2: 1, 3: 1}, 0, "test")): assert solve(t, environment, seed)
 
 def test_flights_follow_their_seed(sky, tmp_path):
@@ -445,43 +326,7 @@ def test_flights_without_the_package_name_the_command(monkeypatch, tmp_path):
 
 # ---- As others use it ----
 
-@pytest.mark.parametrize("module", ["world", "tools", "env", "synth"])
+@pytest.mark.parametrize("module", ["world", "tools", "faults", "env", "graph", "synth", "render", "compose", "traces"])
 def test_tasks_need_no_torch(module):
     check = f"import sys,agentrl_cookbook.task.{module}; print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", check], text=True) == "False\n"
-
-def test_trl_plays_the_environment(database, tmp_path):
-    "TRL's own trainer finds the one tool, resets with the row, runs the calls; only the text of the policy is given"
-    from datasets import Dataset
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    from trl import GRPOConfig, GRPOTrainer
-    from trl.chat_template_utils import qwen3_instruct_2507_chat_template as template
-
-    letters = Tokenizer(models.BPE({c: i for i,c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, []))
-    letters.pre_tokenizer,letters.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False),decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, eos_token="<|im_end|>", pad_token="<|im_start|>", chat_template=template)
-    tokenizer.add_tokens(["<tool_call>", "</tool_call>"])
-    model = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1,
-                                         num_attention_heads=1, num_key_value_heads=1, head_dim=16))
-    query = '<tool_call>\n{"name": "sql", "arguments": {"query": "SELECT home FROM person WHERE name = \'Ada\'"}}\n</tool_call>'
-    script = iter([query, query, "Vienna"])
-    class Scripted(GRPOTrainer):
-        def _generate_single_turn(self, prompt_ids, *args, **kwargs):
-            ids = tokenizer.encode(next(script)+"<|im_end|>", add_special_tokens=False)
-            return [list(ids) for _ in prompt_ids],None
-    played = []
-    def reward(completions, environments, **kwargs):
-        played.extend(zip(completions, environments))
-        return [float(c[-1]["content"] == "Vienna") for c in completions]
-    args = GRPOConfig(str(tmp_path), per_device_train_batch_size=2, num_generations=2, max_completion_length=2000, max_steps=1,
-                      report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True)
-    row = dict(prompt=[dict(role="user", content="Find home of person 'Ada'")], answer="Vienna", seed=5)
-    trainer = Scripted(model, reward, args=args, train_dataset=Dataset.from_list([row]), processing_class=tokenizer,
-                       environment_factory=partial(Environment, database, timeout_rate=0.5))
-    assert [tool.__name__ for tool in trainer.tools] == ["sql"] == list(tool_methods(Environment(database)))
-    trainer.train()
-    [(messages,environment),_] = played
-    assert environment.calls == [("sql", "timeout"), ("sql", "ok")]  # seed 5, as everywhere
-    assert [json.loads(m["content"])["ok"] for m in messages if m["role"] == "tool"] == [False, True]
-    assert trainer.state.log_history[-1]["reward"] == 1.0
