@@ -89,7 +89,7 @@ def keep(
     condition = f"{quoted(column)} {condition.format(*map(literal, values))}"
     return replace(s, keys=kept, where=(*s.where, condition))
 
-# %% ../../nbs/task/compose.ipynb #dfbd5b5e
+# %% ../../nbs/task/compose.ipynb #f1aea46d
 def select(
     s:State,      # At several rows
     what:str,     # A column or an aggregate
@@ -120,7 +120,8 @@ def best(
 )->State|None:      # At the row with the larger number
     "The row that has most of something"
     keys = {*s.keys, rival} - {""}
-    values = sorted(((int(v), k) for k in keys if (v := f.rows[s.table][k][column]) is not None), reverse=True)
+    rows = f.rows[s.table]
+    values = sorted(((int(v), k) for k in keys if (v := rows[k][column]) is not None), reverse=True)
     if len(values) < 2 or values[0][0] == values[1][0]: return None
     key = quoted(f.tables[s.table]["key"])
     if rival: s = replace(s, where=(f"{key} IN ({literal(s.keys[0])},{literal(rival)})",))
@@ -205,7 +206,7 @@ def finish(
     return Chore(closed(plan), answer, goal, steps, ops, "question" if answer else "chore", seed,
                  hashlib.sha256(rows.encode()).hexdigest()[:16], plan)
 
-# %% ../../nbs/task/compose.ipynb #c4c7c93a
+# %% ../../nbs/task/compose.ipynb #bce49e04
 def offers(
     f:Facts,          # The graph
     s:State,          # Where the walk stands
@@ -217,14 +218,15 @@ def offers(
     def pick(kind): return [r.choice(columns[kind])] if columns[kind] else []
     if not s.where:
         found = [("hop", c) for c in pick("link")]
-        if left == 1: return found + [("higher", c, s.table, r.choice(f.keys[s.table])) for c in pick("number")]
+        if left == 1:
+            return found + [("higher", c, s.table, r.choice(f.keys[s.table])) for c in pick("number")]
         return found + [("inverse", *r.choice(f.into[s.table])) for _ in range(2*bool(f.into[s.table]))]
     if left == 1: return [("count",)] + [("sum", c) for c in pick("number")]
     found = [("negation", c, row[c]) for c in pick("label")] + [("over", c, row[c]) for c in pick("number")]
     found += [("window", c, *sorted([row[c] or "", other[c] or ""])) for c in pick("date")]
     return found + [("most", c) for c in pick("number")]
 
-# %% ../../nbs/task/compose.ipynb #7750501d
+# %% ../../nbs/task/compose.ipynb #03af2eac
 EXTRAS = dict(alias=.2, note=.2, by=.3, mail=.2)  # Chance that an operation goes to each of these
 
 def draw_plan(
@@ -247,7 +249,8 @@ def draw_plan(
         if None in plan[-1]: return None
         s = advance(f, s, plan[-1])
     if s is None: return None
-    if plan[-1][0] not in ("count", "sum", "higher"): plan.append(("read", r.choice(f.tables[s.table]["columns"])))
+    if plan[-1][0] not in ("count", "sum", "higher"):
+        plan.append(("read", r.choice(f.tables[s.table]["columns"])))
     if "note" in extra:
         other,c = r.choice(f.keys[table]),r.choice(f.tables[table]["columns"])
         plan.append(("note", c, table, other, f.rows[table][other][c]))
@@ -266,7 +269,7 @@ def make_chore(
     plan = draw_plan(f, random.Random(f"{seed} {n}"), n)
     return plan and finish(f, plan, seed)
 
-# %% ../../nbs/task/compose.ipynb #caa6c923
+# %% ../../nbs/task/compose.ipynb #7d5381ab
 def sample_chores(
     f:Facts,                      # From `facts`
     n:int,                        # How many
@@ -286,8 +289,8 @@ def sample_chores(
         tried = 0 if fits and (k := chore.id) not in chores and belongs(chore, split) else tried+1
         if not tried: chores[k] = chore
         if tried == 5000:
-            raise ValueError(f"The database has hardly more than {len(chores)} {split} tasks of such operations: "
-                             "ask for fewer of them.")
+            raise ValueError(f"The database has hardly more than {len(chores)} {split} tasks of "
+                             "such operations: ask for fewer of them.")
 
 # %% ../../nbs/task/compose.ipynb #ad3d4b1f
 def reached(

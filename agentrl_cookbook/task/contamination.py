@@ -99,7 +99,7 @@ def near_pairs(
     pairs = ((i, j, jaccard(left[i], right[j])) for i,j in sorted(candidates(left, right, threshold)))
     return [p for p in pairs if p[2] >= threshold]
 
-# %% ../../nbs/task/contamination.ipynb #a3792829
+# %% ../../nbs/task/contamination.ipynb #46ffdc04
 def _leaves(o):
     "All plain values inside a JSON value, as text"
     if isinstance(o, dict): o = list(o.values())
@@ -118,12 +118,14 @@ def given_away(
         res += [(frozenset(about | seen), frozenset(seen)) for seen in records]
     return res
 
+# %% ../../nbs/task/contamination.ipynb #284728f9
 def leaks(
     train:list,          # Rows with traces
     evaluation:list,     # Rows; those that quote no value or have no answer cannot be judged
+    lexicon:dict={},     # As for `canonical`
 )->list[dict|None]:      # For each evaluation row: `rows` of training that show its answer, and `chance`
     "Which answers training shows beside the values of their question, and how easily that happens"
-    keys,shown = [task_key(r) for r in train],defaultdict(list)
+    keys,shown = [task_key(r, lexicon) for r in train],defaultdict(list)
     for i,row in enumerate(train):
         for about,seen in given_away(row):
             for v in about: shown[v].append((i, about, seen))
@@ -132,7 +134,7 @@ def leaks(
     for row,answer in zip(rows, answers): all_answers[row["kind"]][answer] += 1
 
     def judge(row, answer):
-        asked,key = set(named(row["question"])),task_key(row)
+        asked,key = set(named(row["question"])),task_key(row, lexicon)
         if not asked or not answer: return None
         units = [(i, seen-asked) for i,about,seen in shown[min(asked)] if asked <= about and keys[i] != key]
         read = set().union(*(seen for _,seen in units))
@@ -141,7 +143,7 @@ def leaks(
         return dict(rows=sorted({i for i,seen in units if answer in seen}), chance=chance)
     return [judge(row, answer) for row,answer in zip(rows, answers)]
 
-# %% ../../nbs/task/contamination.ipynb #66274a24
+# %% ../../nbs/task/contamination.ipynb #508f2af7
 WAYS = "text","key","near","seen","leak"
 
 def match(
@@ -149,7 +151,7 @@ def match(
     evaluation:list,      # Rows; a trace is not needed
     lexicon:dict={},      # As for `canonical`
     threshold:float=0.7,  # Least similarity of near-duplicates
-    level:float=0.1,     # Chance up to which a value seen counts as a leak
+    level:float=0.1,      # Chance up to which a value seen counts as a leak
 )->pd.DataFrame:          # A line per evaluation row: `kind`, training rows by each of `WAYS`, `chance`
     "What training has of each evaluation task"
     def text(r): return " ".join(read_row(r)["question"].casefold().split())
@@ -162,7 +164,7 @@ def match(
     for i,j,_ in near_pairs(*([k[0] for k in side] for side in keys), threshold):
         if keys[0][i][1:] == keys[1][j][1:] and keys[0][i] != keys[1][j]: near[j].append(i)
     res = []
-    for j,(row,leak) in enumerate(zip(evaluation, leaks(train, evaluation))):
+    for j,(row,leak) in enumerate(zip(evaluation, leaks(train, evaluation, lexicon))):
         leak = leak or dict(rows=[], chance=float("nan"))
         res.append(dict(kind=read_row(row)["kind"], text=index["text"].get(text(row), []),
                         key=index["key"].get(keys[1][j], []), near=near[j], seen=leak["rows"],

@@ -93,7 +93,7 @@ def problems(
         return [f"{'.'.join(map(str, o['loc']))}: {o['msg']}" for o in e.errors(include_url=False)]
     return list(_out_of_order(trace.messages))
 
-# %% ../../nbs/task/hygiene.ipynb #b699d07e
+# %% ../../nbs/task/hygiene.ipynb #b86a1fc8
 def steps(
     messages:list,  # Of a well-formed trace
 )->list[tuple]:     # For each result: name of the tool, arguments, result as a dict
@@ -108,6 +108,7 @@ def steps(
             found.append((*call, _parsed(m["content"])))
     return found
 
+# %% ../../nbs/task/hygiene.ipynb #6f4ccb82
 def failures(
     row,            # A well-formed row; of a trace alone the answer cannot be checked
     most:int=2,     # How often a call may bring the same result

@@ -41,7 +41,7 @@ def closed(
     "A plan in the closed vocabulary"
     return words(plan, CLOSED.get)
 
-# %% ../../nbs/task/render.ipynb #32febf3b
+# %% ../../nbs/task/render.ipynb #f4cd2c23
 PLAIN = dict(
     row=("the {table} '{key}'", "{table} '{key}'", "the {table} called '{key}'",
          "the {table} that goes by '{key}'", "a certain {table}, '{key}'"),
@@ -51,22 +51,28 @@ PLAIN = dict(
          "what {p} has as {column}", "the {column} on record for {p}"),
     inverse=("all rows of {table} whose {column} is {p}", "every {table} with {p} as its {column}",
              "each {table} that names {p} as {column}", "those {table} records where {column} points to {p}"),
-    negation=("{p}, leaving out those with {column} '{value}'", "{p}, only those whose {column} is not '{value}'",
+    negation=("{p}, leaving out those with {column} '{value}'",
+              "{p}, only those whose {column} is not '{value}'",
               "{p}, except where {column} is '{value}'", "{p}, but none with '{value}' as {column}"),
-    window=("{p}, only those with {column} from '{first}' to '{last}'", "{p}, with {column} between '{first}' and '{last}'",
+    window=("{p}, only those with {column} from '{first}' to '{last}'",
+            "{p}, with {column} between '{first}' and '{last}'",
             "{p}, with {column} no earlier than '{first}' and no later than '{last}'",
             "{p}, as long as {column} falls within '{first}' and '{last}'"),
-    over=("{p}, only those with more than '{value}' {column}", "{p}, of these the ones whose {column} is over '{value}'",
+    over=("{p}, only those with more than '{value}' {column}",
+          "{p}, of these the ones whose {column} is over '{value}'",
           "{p}, with {column} above '{value}'", "{p}, as long as {column} exceeds '{value}'"),
     most=("the one with the highest {column} among ({p})", "the top one by {column} of ({p})",
           "the one whose {column} no other reaches in ({p})", "the leader in {column} among ({p})"),
-    count=("the number of ({p})", "how many there are of ({p})", "the count of ({p})", "the size of this group: ({p})"),
+    count=("the number of ({p})", "how many there are of ({p})", "the count of ({p})",
+           "the size of this group: ({p})"),
     sum=("the total {column} of ({p})", "the sum of {column} over ({p})", "all {column} together of ({p})",
          "what {column} adds up to for ({p})"),
     read=("the {column} of {p}", "the {column} that is stored for {p}", "the {column} entry of {p}",
           "what is stored as {column} of {p}"),
-    higher=("which has the higher {column}: {p} or the {table} '{key}'", "the one with more {column}, {p} or {table} '{key}'",
-            "who wins by {column}, {p} or the {table} '{key}'", "the larger in {column} of the two: {p} and {table} '{key}'"),
+    higher=("which has the higher {column}: {p} or the {table} '{key}'",
+            "the one with more {column}, {p} or {table} '{key}'",
+            "who wins by {column}, {p} or the {table} '{key}'",
+            "the larger in {column} of the two: {p} and {table} '{key}'"),
     by=("{p} Use the {tool} tool.", "{p} Do it with {tool}.", "{p} The tool for this is {tool}.",
         "{p} Rely on {tool} here."),
     note=("By the way, the {column} of {table} '{key}' is '{value}'. {p}",
@@ -77,7 +83,8 @@ PLAIN = dict(
           "Please mail to {table} '{key}', subject 'report', with this alone as the text: {p}.",
           "The {table} '{key}' needs a mail, subject 'report'. The body is {p} and no more.",
           "Write to {table} '{key}' under the subject 'report', giving just {p}."),
-    find=("Find {p}.", "Tell me {p}.", "I need {p}.", "Could you look up {p}?", "What I would like to know: {p}."))
+    find=("Find {p}.", "Tell me {p}.", "I need {p}.", "Could you look up {p}?",
+          "What I would like to know: {p}."))
 HELD_OUT = 2  # Of each move: the last so many templates
 
 # %% ../../nbs/task/render.ipynb #f30a1981

@@ -44,7 +44,7 @@ def leaves(
     if isinstance(value, dict): value = list(value.values())
     return set().union(*map(leaves, value)) if isinstance(value, list) else {str(value).strip()}
 
-# %% ../../nbs/task/traces.ipynb #e52e7297
+# %% ../../nbs/task/traces.ipynb #d5b943c2
 def unread(
     messages:list,  # Of a trace
 )->str|None:        # None when all is well
@@ -54,7 +54,8 @@ def unread(
         needs = {m["content"]} - {""} if m["role"] == "assistant" else set()
         for c in m.get("tool_calls") or []:
             arguments = c["function"]["arguments"]
-            needs |= used(c["function"]["name"], json.loads(arguments) if isinstance(arguments, str) else arguments)
+            if isinstance(arguments, str): arguments = json.loads(arguments)
+            needs |= used(c["function"]["name"], arguments)
         if missing := sorted(v for v in needs-known if f"'{v}'" not in question): return missing[0]
         if m["role"] == "tool": known |= leaves(json.loads(m["content"]).get("result", []))
 
@@ -92,7 +93,7 @@ def detour(
     if tool == "python": choices.append(("python", dict(code=arguments["code"][:-1])))
     return r.choice(choices) if choices else None
 
-# %% ../../nbs/task/traces.ipynb #ff545db5
+# %% ../../nbs/task/traces.ipynb #ddad5ea2
 def play_chore(
     chore:Chore,           # To solve
     environment,           # An `Environment` with its tools
@@ -109,8 +110,9 @@ def play_chore(
     def ask(tool, arguments):
         function = dict(name=tool, arguments=arguments)
         result = call(environment, json.dumps(function))
-        messages.append(dict(role="assistant", content="", tool_calls=[dict(type="function", function=function)]))
-        messages.append(dict(role="tool", name=tool, content=result_text(result)))
+        calls = [dict(type="function", function=function)]
+        messages.extend([dict(role="assistant", content="", tool_calls=calls),
+                         dict(role="tool", name=tool, content=result_text(result))])
         return result
     for tool,arguments in chore.steps:
         if r.random() < detours and (wrong := detour(tables, tool, arguments, before, r)): ask(*wrong)
@@ -124,7 +126,7 @@ def play_chore(
     if not reached(chore.goal, answer, getattr(environment, "outbox", [])): return messages,"goal"
     return messages,"unread" if unread(messages) else ""
 
-# %% ../../nbs/task/traces.ipynb #72813023
+# %% ../../nbs/task/traces.ipynb #34c58d5b
 def accept(
     chores:list,       # To solve
     environment,       # An `Environment` with their tools
@@ -133,9 +135,10 @@ def accept(
 )->tuple[list,Counter]:# (chore, messages) of those that reached their goal; how often each reason was met
     "Rejection sampling: play each chore and keep the traces that may be trained on"
     played = [(c, *play_chore(c, environment, f"{seed}-{i}", **options)) for i,c in enumerate(chores)]
-    return [(c, messages) for c,messages,why in played if not why], Counter(why or "kept" for *_,why in played)
+    kept = [(c, messages) for c,messages,why in played if not why]
+    return kept,Counter(why or "kept" for *_,why in played)
 
-# %% ../../nbs/task/traces.ipynb #b937940b
+# %% ../../nbs/task/traces.ipynb #3e9fcfd2
 class Message(BaseModel):
     "A turn; the calls as JSON text, since their arguments differ from tool to tool"
     model_config = ConfigDict(extra="forbid")
@@ -165,22 +168,26 @@ class Row(BaseModel):
     @model_validator(mode="after")
     def agrees(self):
         plan,goal,last = json.loads(self.plan),json.loads(self.goal),self.messages[-1]
-        if closed(plan) != self.question: raise ValueError("the question is not that of the plan")
-        if [OPERATIONS[m[0]] for m in plan if m[0] in OPERATIONS] != self.ops: raise ValueError("other operations than the plan's")
-        if goal.get("answer", "") != self.answer: raise ValueError("the answer is not that of the goal")
-        if last.role != "assistant" or last.content != (self.answer or "done"): raise ValueError("the trace ends in another answer")
-        if missing := unread([m.model_dump() for m in self.messages]): raise ValueError(f"{missing!r} is used but was not read")
+        ops,ends = [OPERATIONS[m[0]] for m in plan if m[0] in OPERATIONS],(last.role, last.content)
+        wrong = [closed(plan) != self.question and "the question is not that of the plan",
+                 ops != self.ops and "other operations than the plan's",
+                 goal.get("answer", "") != self.answer and "the answer is not that of the goal",
+                 ends != ("assistant", self.answer or "done") and "the trace ends in another answer"]
+        if any(wrong): raise ValueError(next(filter(None, wrong)))
+        if missing := unread([m.model_dump() for m in self.messages]):
+            raise ValueError(f"{missing!r} is used but was not read")
         return self
 
-# %% ../../nbs/task/traces.ipynb #5e9441db
+# %% ../../nbs/task/traces.ipynb #7cd82143
 _text,_texts = pyarrow.string(),pyarrow.list_(pyarrow.string())
 _call = pyarrow.struct(dict(type=_text, function=pyarrow.struct(dict(name=_text, arguments=_text))))
 _turn = pyarrow.struct(dict(role=_text, content=_text, name=_text, tool_calls=pyarrow.list_(_call)))
 SCHEMA = pyarrow.schema(dict(
-    id=_text, question=_text, plain=_text, kind=_text, answer=_text, goal=_text, tools=_texts, ops=_texts, plan=_text,
-    seed=pyarrow.int64(), subgraph=_text, split=_text, difficulty=pyarrow.float64(), messages=pyarrow.list_(_turn)))
+    id=_text, question=_text, plain=_text, kind=_text, answer=_text, goal=_text, tools=_texts, ops=_texts,
+    plan=_text, seed=pyarrow.int64(), subgraph=_text, split=_text, difficulty=pyarrow.float64(),
+    messages=pyarrow.list_(_turn)))
 
-# %% ../../nbs/task/traces.ipynb #9a39920e
+# %% ../../nbs/task/traces.ipynb #4480a1aa
 def as_row(
     chore:Chore,           # Solved
     messages:list,         # From `play_chore`
@@ -192,10 +199,10 @@ def as_row(
         calls = [dict(type="function", function=dict(name=c["function"]["name"],
                  arguments=json.dumps(c["function"]["arguments"]))) for c in m.get("tool_calls") or []]
         return dict(role=m["role"], content=m["content"], name=m.get("name"), tool_calls=calls or None)
-    return dict(id=chore.id, question=chore.question, plain=plain(chore.plan, chore.seed, split), kind=chore.kind,
-                answer=chore.answer, goal=json.dumps(chore.goal), tools=list(chore.tools), ops=list(chore.ops),
-                plan=json.dumps(chore.plan), seed=chore.seed, subgraph=chore.subgraph, split=split,
-                difficulty=difficulty, messages=[text(m) for m in messages])
+    return dict(id=chore.id, question=chore.question, plain=plain(chore.plan, chore.seed, split),
+                kind=chore.kind, answer=chore.answer, goal=json.dumps(chore.goal), tools=list(chore.tools),
+                ops=list(chore.ops), plan=json.dumps(chore.plan), seed=chore.seed, subgraph=chore.subgraph,
+                split=split, difficulty=difficulty, messages=[text(m) for m in messages])
 
 def write_rows(
     path:str|Path,  # Parquet file; it appears whole or not at all
@@ -207,7 +214,8 @@ def write_rows(
         except ValidationError as e:
             at = e.errors()[0]
             where = ".".join(map(str, at["loc"])) or "as a whole"
-            raise ValueError(f"Row {i} ({row.get('id')}), {where}: {at['msg']}. Nothing was written.") from None
+            name = f"Row {i} ({row.get('id')}), {where}"
+            raise ValueError(f"{name}: {at['msg']}. Nothing was written.") from None
     path,part = Path(path),Path(f"{path}.part")
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, schema=SCHEMA), part)
     return part.replace(path)

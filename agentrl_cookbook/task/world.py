@@ -80,14 +80,14 @@ def company(
         ticket=[(200+i, r.choice(PRODUCTS), r.choice(PEOPLE), word("low normal high urgent"))
                 for i in range(40)]))
 
-# %% ../../nbs/task/world.ipynb #b52aa319
+# %% ../../nbs/task/world.ipynb #be8491c5
 OFFICE = """
 create table city(name text primary key, country text, zone text);
 create table team(name text primary key, city text references city(name), lead text references person(login),
                   field text);
-create table person(login text primary key, mail text unique, badge integer unique, team text references team(name),
-                    home text references city(name), manager text references person(login), role text,
-                    hired text, salary integer);
+create table person(login text primary key, mail text unique, badge integer unique,
+                    team text references team(name), home text references city(name),
+                    manager text references person(login), role text, hired text, salary integer);
 create table product(name text primary key, maker text references team(name), made text references city(name),
                      color text, price integer);
 create table purchase(id integer primary key, item text references product(name),
@@ -99,7 +99,7 @@ create index ticket_about on ticket(about); create index ticket_agent on ticket(
 """
 SURNAMES = "moss berg lind falk hahn roth sato vega diaz wolf".split()
 
-# %% ../../nbs/task/world.ipynb #fb009a7e
+# %% ../../nbs/task/world.ipynb #0374063b
 def office(
     path:str|Path,   # File to make
     seed:int=0,      # Of who belongs to what
@@ -118,7 +118,8 @@ def office(
     def member(login, badge):
         home,boss = r.choice(cities),r.choice([q for q in logins if q != login])
         return (login, f"{login}@{home.lower()}.example", badge, r.choice(TEAMS), home, boss,
-                word("engineer analyst writer planner buyer auditor"), day(2012, 12), r.randrange(30, 100)*1000)
+                word("engineer analyst writer planner buyer auditor"), day(2012, 12),
+                r.randrange(30, 100)*1000)
     return write_database(path, OFFICE, dict(
         city=[(c, country[c], word("north south east west")) for c in cities],
         team=[(t, r.choice(cities), r.choice(logins), word("sales design support research legal finance"))
