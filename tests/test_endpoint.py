@@ -5,7 +5,6 @@ from http.server import BaseHTTPRequestHandler,ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
 
 from agentrl_cookbook.evals.endpoint import EndpointError, completion, endpoint, read_message, read_tau2, serve
 from agentrl_cookbook.evals.kinds import make_items, solver
@@ -164,9 +163,10 @@ def test_an_agent_that_raises_is_a_500():
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_command(tmp_path):
+def test_the_command(tmp_path, checkout):
     "A dead server: one sentence and status 1; repeated, it goes on and asks for nothing twice"
-    env = os.environ | dict(AGENTRL_RUNS_DIR=str(tmp_path), AGENTRL_API_KEY="sk-secret-1234")
+    runs = tmp_path/"runs"
+    env = os.environ | dict(AGENTRL_RUNS_DIR=str(runs), AGENTRL_API_KEY="sk-secret-1234", PYTHONPATH=str(checkout))
     items, asked = make_items(company(tmp_path/"company.db", 0), 2, kinds=["call", "code"]), []
     alive = threading.Event()
     def mortal(messages, tools):
@@ -175,10 +175,10 @@ def test_the_command(tmp_path):
         return solver(items)(messages, tools)
     with serve(mortal) as url:
         words = f"run evaluate -p endpoint {url} -p model m -p n 2 -p kinds call,code -p trials 1 -p tries 1 -p workers 1 -p profile none"
-        def run(): return subprocess.run([Path(sys.executable).with_name("agentrl"), *words.split()], cwd=ROOT, env=env,
+        def run(): return subprocess.run([Path(sys.executable).with_name("agentrl"), *words.split()], cwd=checkout, env=env,
                                          capture_output=True, text=True, timeout=500)
         first = run()
-        done = len(list(tmp_path.rglob("trials/*.json")))
+        done = len(list(runs.rglob("trials/*.json")))
         assert first.returncode == 1 and "Traceback" not in first.stderr+first.stdout, first.stderr
         assert "agentrl: EndpointError: " in first.stderr and "answers 500" in first.stderr and 0 < done < 4
         alive.set()
@@ -187,7 +187,7 @@ def test_the_command(tmp_path):
         assert second.returncode == 0, second.stderr
     assert len(asked)-before <= 2*(4-done), "a finished task is not asked for again"
     assert "strict" in second.stdout and "4 tasks" in second.stdout
-    kept = [p.read_text(errors="replace") for p in tmp_path.rglob("*") if p.is_file()]
+    kept = [p.read_text(errors="replace") for p in runs.rglob("*") if p.is_file()]
     assert kept and not any("sk-secret" in text for text in [*kept, first.stderr, second.stdout])
 
 

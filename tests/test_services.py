@@ -453,7 +453,8 @@ MAIL_ATTEMPTS = {
     "escape body": (dict(body="\x1b[2J"), "denied"), "bytes": (dict(body=b"x"), "denied"),
     "dot": (dict(body=".\r\nMAIL FROM:<eve@evil>\r\nRCPT TO:<eve@evil>\r\nDATA"), "ok"), "dot, LF": (dict(body="\n.\nRSET\nMAIL FROM:<eve@evil>"), "ok"),
     "dot, CR": (dict(body="\r.\rQUIT\r"), "ok"), "headers in body": (dict(body="Bcc: eve@evil\n\nhello"), "ok"),
-    "parts": (dict(body="--x\nContent-Type: text/html\n\n<b>"), "ok"), "encoded header": (dict(subject="=?utf-8?q?s=0D=0ABcc:_eve@evil?="), "ok"),
+    "parts": (dict(body="--x\nContent-Type: text/html\n\n<b>"), "ok"), "encoded header": (dict(subject="=?utf-8?q?s=0D=0ABcc:_eve@evil?="), "denied"),
+    "encoded header, base64": (dict(subject="a =?utf-8?b?cw0KQmNjOiBldmU=?= b"), "denied"), "half an encoded word": (dict(subject="2+2=?"), "ok"),
     "encoded recipient": (dict(to="=?utf-8?q?eve=40evil?="), "denied"), "other alphabet": (dict(to="Łucja@компания", subject="тема", body="чай"), "ok")}
 
 @pytest.mark.parametrize("name", MAIL_ATTEMPTS)

@@ -83,7 +83,7 @@ def read_message(
     message = dict(role="assistant", content=str(content), tokens=int(tokens))
     return message | dict(tool_calls=calls) if calls else message
 
-# %% ../../nbs/evals/endpoint.ipynb #a0bac7ea
+# %% ../../nbs/evals/endpoint.ipynb #c821d036
 KEYS = "AGENTRL_API_KEY","OPENAI_API_KEY"
 
 def _send(client, url, body, timeout):
@@ -120,6 +120,7 @@ def _wait(state:RetryCallState):
     told = state.outcome.exception().wait
     return wait_exponential_jitter(multiplier=0.5, max=30, jitter=0.5)(state) if told is None else told
 
+# %% ../../nbs/evals/endpoint.ipynb #806d0152
 def endpoint(
     url:str,               # Base address, such as http://127.0.0.1:8000/v1
     model:str,             # Name of the model, as the endpoint knows it

@@ -84,7 +84,7 @@ def pass_at_k(
     n,c,k = _trials(n, c, k)
     return _plain(1-comb(n-c, k)/comb(n, k))
 
-# %% ../../nbs/evals/stats.ipynb #e597c1b8
+# %% ../../nbs/evals/stats.ipynb #177f900a
 def cluster_bootstrap(
     values,             # (N,) one figure each, such as the success of a trial
     clusters=None,      # (N,) the task of each; None when every value is a task of its own
@@ -95,9 +95,10 @@ def cluster_bootstrap(
     "The mean and its interval from drawing whole tasks with replacement"
     values = np.asarray(values, float)
     if values.ndim != 1 or not values.size or not np.isfinite(values).all():
-        raise ValueError(f"{values.size} values of shape {values.shape}: give one finite value or more, in a row")
+        raise ValueError(f"{values.size} values of shape {values.shape}: give one finite value or more in a row")
     labels = np.arange(len(values)) if clusters is None else np.unique(clusters, return_inverse=True)[1]
-    if len(labels) != len(values): raise ValueError(f"{len(values)} values and {len(labels)} tasks: give one each")
+    if len(labels) != len(values):
+        raise ValueError(f"{len(values)} values and {len(labels)} tasks: give one task for each value")
     sum_P,n_P = np.bincount(labels, values),np.bincount(labels)
     P = len(n_P)
     times_DP = np.random.default_rng(seed).multinomial(P, np.full(P, 1/P), draws)

@@ -70,11 +70,11 @@ def score(
     if sent: problems.append(f"mail that nobody asked for to {', '.join(m['to'] for m in sent)}")
     return dict(strict=not problems, lenient=bool(loose), why="; ".join(problems))
 
-# %% ../../nbs/evals/suite.ipynb #0caf28cf
-SYSTEM = ("You do work at a desk, with tools. Every message of yours without a tool call goes to the user. If "
-          "you do not know what is wanted, ask one question that ends in a question mark. When you know the "
-          "answer, send it alone, with no words around it. Repeat a call that failed for a moment; when the API "
-          "has moved, use its new place. Send no mail that was not asked for.\nTables:\n")
+# %% ../../nbs/evals/suite.ipynb #d8383883
+SYSTEM = ("You do work at a desk, with tools. Every message of yours without a tool call goes to the user. "
+          "If you do not know what is wanted, ask one question that ends in a question mark. When you know "
+          "the answer, send it alone, with no words around it. Repeat a call that failed for a moment; when "
+          "the API has moved, use its new place. Send no mail that was not asked for.\nTables:\n")
 
 @cache
 def briefing(
@@ -151,7 +151,7 @@ def run_suite(
             for environment in opened: environment.close()
     return [future.result() for future in futures]
 
-# %% ../../nbs/evals/suite.ipynb #54333168
+# %% ../../nbs/evals/suite.ipynb #cc96bd02
 def _mean(values):
     "The mean; None when there is no value"
     values = list(values)
@@ -185,6 +185,7 @@ def report(
                 tools={tool: dict(calls=len(ok), worked=_mean(ok)) for tool,ok in sorted(tools.items())},
                 turns=_mean(r["turns"] for r in records), tokens=_mean(r["tokens"] for r in records))
 
+# %% ../../nbs/evals/suite.ipynb #788adcda
 def compare(
     a:list,  # Records of the first agent
     b:list,  # Records of the second one, on the same tasks

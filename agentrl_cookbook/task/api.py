@@ -160,7 +160,7 @@ FAILS = (*REFUSALS, "bad_body", "timeout")
 def reply(
     status:int,  # Of HTTP
     body:dict,   # JSON values
-    share=1.0,   # How much of the body is sent
+    share=1.0,   # Part of the body that is sent, 0 to 1
 )->web.Response:
     "An answer in JSON"
     text = json.dumps(body, ensure_ascii=False)
@@ -204,12 +204,16 @@ class Api(Service):
         if kind not in FAILS: raise ValueError(f"kind is {kind!r}: give one of {', '.join(FAILS)}.")
         self.tokens[token].fault = kind
 
-    def reset(self, token:str)->None:
+    def reset(self,
+        token:str,  # Whose episode starts
+    )->None:
         "Start an episode: the version of the start, no requests yet"
         a = self.tokens[token]
         a.version,a.times,a.fault = a.start,[],None
 
-    def forget(self, token:str)->None:
+    def forget(self,
+        token:str,  # Who goes
+    )->None:
         "Let a caller go"
         self.tokens.pop(token, None)
 

@@ -15,7 +15,9 @@ from pathlib import Path
 
 # %% ../../nbs/task/jail.ipynb #9b8f8945
 @cache
-def libc(): return ctypes.CDLL(None, use_errno=True)
+def libc():
+    "The C library of this process"
+    return ctypes.CDLL(None, use_errno=True)
 
 def call(
     name:str,  # A function of the C library
@@ -27,7 +29,8 @@ def call(
     raise OSError(ctypes.get_errno(), f"{name} is refused: {os.strerror(ctypes.get_errno())}")
 
 # %% ../../nbs/task/jail.ipynb #a377c55a
-SPACES = dict(user=0x10000000, mount=0x20000, net=0x40000000, pid=0x20000000, ipc=0x8000000, uts=0x4000000)
+SPACES = dict(  # CLONE_NEW... of <sched.h>
+    user=0x10000000, mount=0x20000, net=0x40000000, pid=0x20000000, ipc=0x8000000, uts=0x4000000)
 
 def unshare(
     space:str,  # A key of `SPACES`
@@ -71,7 +74,7 @@ def empty_root(
 # %% ../../nbs/task/jail.ipynb #131d4f15
 def no_privileges():
     "No capability, now or later; dies with its parent"
-    call("capset", (ctypes.c_uint32*2)(0x20080522, 0), (ctypes.c_uint32*6)())
+    call("capset", (ctypes.c_uint32*2)(0x20080522, 0), (ctypes.c_uint32*6)())  # version 3, all sets empty
     call("prctl", 38, 1, 0, 0, 0)               # PR_SET_NO_NEW_PRIVS
     call("prctl", 1, signal.SIGKILL, 0, 0, 0)   # PR_SET_PDEATHSIG
     call("prctl", 4, 0, 0, 0, 0)                # PR_SET_DUMPABLE
@@ -111,8 +114,8 @@ def numbers(
 def filter_calls():
     "From here on, all but the listed system calls are refused (seccomp, a classic BPF program)"
     allowed,machine = numbers(platform.machine())
-    load,equal,answer,n = 0x20,0x15,0x06,len(allowed)
-    program = [(load,0,0,4), (equal,1,0,machine), (answer,0,0,0x80000000), (load,0,0,0)]
+    load,equal,answer,n = 0x20,0x15,0x06,len(allowed)  # BPF: load a word, jump if equal, return
+    program = [(load,0,0,4), (equal,1,0,machine), (answer,0,0,0x80000000), (load,0,0,0)]  # else kill
     program += [(equal,n-i,0,number) for i,number in enumerate(allowed)]
     program += [(answer,0,0,0x50001), (answer,0,0,0x7fff0000)]  # EPERM, allow
     code = b"".join(struct.pack("HBBI", *line) for line in program)
@@ -123,14 +126,14 @@ def only_path(
     path:str,  # The folder that may still be read
 ):
     "From here on, files outside the folder are refused, and writing everywhere (Landlock)"
-    version = call("syscall", 444, None, 0, 1)
-    rights = (1 << (13, 14, 15, 15, 16)[min(version, 5)-1]) - 1
+    version = call("syscall", 444, None, 0, 1)  # landlock_create_ruleset, asked for its version
+    rights = (1 << (13, 14, 15, 15, 16)[min(version, 5)-1]) - 1  # all about files that it knows
     size = 8 if version < 4 else 16 if version < 6 else 24
-    taken = struct.pack("QQQ", rights, 3, 3)[:size]  # all about files, TCP, local sockets and signals
+    taken = struct.pack("QQQ", rights, 3, 3)[:size]  # files; TCP; local sockets and signals
     rules = call("syscall", 444, taken, size, 0)
     folder = os.open(path, os.O_PATH)
-    call("syscall", 445, rules, 1, struct.pack("=Qi", 0b1100, folder), 0)  # read a file, list a folder
-    call("syscall", 446, rules, 0)
+    call("syscall", 445, rules, 1, struct.pack("=Qi", 0b1100, folder), 0)  # add: read a file, list a folder
+    call("syscall", 446, rules, 0)  # landlock_restrict_self
     os.close(folder), os.close(rules)
 
 # %% ../../nbs/task/jail.ipynb #ac84ae58

@@ -26,7 +26,7 @@ def play(
     code:str,  # Python
 ):
     "Run the code in this process and end it"
-    leave,write = os._exit,os.write
+    leave,write = os._exit,os.write  # the code may replace them in `os`
     os.environ.clear(), sys.path.clear(), sys.path_importer_cache.clear(), random.seed(0)
     sys.argv[:],sys.orig_argv[:],sys.executable = [""],[],""
     text = dict(encoding="utf-8", errors="backslashreplace")
@@ -111,7 +111,7 @@ def send(
 def receive(
     fd:int,                       # A pipe
     deadline:float=float("inf"),  # Of `time.monotonic`
-):
+):                                # JSON values
     "Read a message from a pipe; `EOFError` when the other side is gone"
     def exactly(n):
         data = b""
