@@ -1,20 +1,22 @@
 "The compared methods: equal where theory says so, on fresh data, and each with its own weighting and its own log."
-from copy import deepcopy
 from random import Random
 
+import papermill
 import pytest
 import torch
+from conftest import ROOT
+from transformers import AutoModelForCausalLM
 
-from agentrl_cookbook.loop import objectives, train as train_module
+from agentrl_cookbook.loop import train as train_module
 from agentrl_cookbook.loop.objectives import CAPS, METHODS, AdaptiveKL, Published, train_method
 from agentrl_cookbook.loop.rollout import rollout
 from agentrl_cookbook.policy.tiny import tiny_policy, trace_texts, train_tokenizer
 from agentrl_cookbook.reward.verifier import Score
+from agentrl_cookbook.run import load_metrics, results
 from agentrl_cookbook.task.env import Environment
 from agentrl_cookbook.task.graph import graph
 from agentrl_cookbook.task.synth import sample_tasks, solve
 from agentrl_cookbook.task.world import company
-from transformers import AutoModelForCausalLM
 
 LONGEST = 48  # tokens of an episode
 
@@ -145,3 +147,22 @@ def test_an_unknown_method_is_refused():
 def test_every_published_method_keeps_its_own_weighting():
     for name,settings in METHODS.items():
         if name != "PPO": assert issubclass(settings.get("trainer_class", Published), Published)
+
+
+# ---- The published comparison ----
+
+PUBLISHED = [r for r in results("loop/objectives") if len(r["metrics"]["runs"]) > 100]
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PUBLISHED, reason="no comparison is published")
+def test_a_slice_run_again_agrees_with_what_was_published(tmp_path):
+    "GRPO, seed 0, data 4 updates old: the same start, tasks and learning rate"
+    record = PUBLISHED[-1]
+    [rate] = {s["rate"] for s in record["metrics"]["search"] if (s["method"], s["age"]) == ("GRPO", 4)}
+    [then] = [r for r in record["metrics"]["runs"] if (r["method"], r["age"], r["seed"]) == ("GRPO", 4, 0)]
+    given = {k: record["params"][k] for k in ("sft_steps", "updates", "n_heldout")}
+    papermill.execute_notebook(ROOT/"nbs/loop/objectives.ipynb", tmp_path/"out.ipynb", progress_bar=False, cwd=ROOT, parameters=dict(
+        given, methods="GRPO", ages="4", rates=f"{rate:.10f}", seeds=1, out_dir=str(tmp_path)))
+    now = load_metrics(tmp_path)
+    assert abs(now["start"][0]["success"]-record["metrics"]["start"][0]["success"]) < .15
+    assert abs(now["runs"][0]["success"]-then["success"]) < .15

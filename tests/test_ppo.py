@@ -84,7 +84,7 @@ def seeing(plain):
     trainer = plain[2].trainer
     policy = add_critic(trainer.accelerator.unwrap_model(trainer.model)).eval()
     torch.nn.init.normal_(policy.critic.weight, generator=torch.Generator().manual_seed(0))
-    ids_BT = torch.randint(300, 320, (5, 12), generator=torch.Generator().manual_seed(1))
+    ids_BT = torch.randint(10, 200, (5, 12), generator=torch.Generator().manual_seed(1))
     mask_BT = torch.ones_like(ids_BT)
     for row,(left,right) in enumerate([(0, 0), (2, 5), (1, 3), (0, 6), (3, 1)]):
         mask_BT[row, :left] = 0

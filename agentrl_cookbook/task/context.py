@@ -161,10 +161,10 @@ def sft_row(
     learned = [i if m else -100 for i,m in zip(segment.ids, segment.mask)]
     return dict(input_ids=segment.prompt_ids+segment.ids, labels=[-100]*len(segment.prompt_ids)+learned)
 
-# %% ../../nbs/task/context.ipynb #cf7ef06a
+# %% ../../nbs/task/context.ipynb #8ab51a50
 def scan_tasks(
     database:str|Path,     # From `company`
-    n:int,                 # How many; they repeat where the database has fewer, and are none where it has none
+    n:int,                 # How many: they repeat where the database has few, and are none where it has none
     seed:int,              # Of the sample
     turns:tuple=(12, 16),  # Fewest and most rows to look up
     matches:tuple=(1, 2),  # Fewest and most rows that match
