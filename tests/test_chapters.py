@@ -8,8 +8,9 @@ from conftest import ROOT
 NAMES = [p.relative_to(ROOT/"nbs").with_suffix("").as_posix() for p in sorted((ROOT/"nbs").rglob("*.ipynb"))
          if ".ipynb_checkpoints" not in p.parts]
 SMOKE = {"quickstart"}   # minutes at its defaults: test_quickstart runs it at smoke size
-TRAINS = {"policy/sft", "policy/optim", "loop/decode", "policy/load", "policy/tiny", "loop/rollout", "loop/train", "evals/suite",
-          "evals/monitor"}  # floating point and times differ between machines: outputs are not compared
+TRAINS = {"policy/sft", "policy/optim", "policy/load", "policy/tiny", "loop/decode", "loop/rollout", "loop/edited",
+          "loop/train", "loop/ppo", "loop/objectives", "evals/suite", "evals/monitor", "task/traces", "task/context",
+          "task/hygiene", "task/contamination"}  # floats and times differ between machines: not compared
 
 def shown(path):
     "Text that the cells of a notebook show"

@@ -95,7 +95,8 @@ def cluster_bootstrap(
     "The mean and its interval from drawing whole tasks with replacement"
     values = np.asarray(values, float)
     if values.ndim != 1 or not values.size or not np.isfinite(values).all():
-        raise ValueError(f"{values.size} values of shape {values.shape}: give one finite value or more in a row")
+        raise ValueError(f"{values.size} values of shape {values.shape}: "
+                         "give one finite value or more in a row")
     labels = np.arange(len(values)) if clusters is None else np.unique(clusters, return_inverse=True)[1]
     if len(labels) != len(values):
         raise ValueError(f"{len(values)} values and {len(labels)} tasks: give one task for each value")

@@ -67,7 +67,7 @@ def choose(
     else: token_S = logp_SV.argmax(-1)
     return token_S,logp_SV.gather(1, token_S[:, None])[:, 0]
 
-# %% ../../nbs/loop/rollout.ipynb #02081c99
+# %% ../../nbs/loop/rollout.ipynb #06e4df43
 class _Slot:
     "One running episode: `take` gets a sampled token and says whether the episode goes on"
     def __init__(self, environment, episode, play):
@@ -98,13 +98,14 @@ class _Slot:
         e.observed.append(observed)
         e.calls = list(self.environment.calls)
         new = tokenizer.encode(before+observed+after, add_special_tokens=False)
-        if e.calls[-1][1] not in self.play["go_on"]: return False
+        kind = e.calls[-1][1]
+        if kind == "budget" or self.play["stop_on_illegal"] and kind not in LEGAL: return False
         if len(e.ids)+len(new) >= self.play["max_tokens"]: return False
         e.ids += new; e.mask += [0]*len(new); e.logp += [0.0]*len(new)
         self.waiting,self.start = new,len(e.ids)
         return True
 
-# %% ../../nbs/loop/rollout.ipynb #d6a325b3
+# %% ../../nbs/loop/rollout.ipynb #928d5b46
 def rollout(
     model,                 # The policy, a causal language model
     tokenizer,             # With a chat template that knows the role `tool`
@@ -124,11 +125,9 @@ def rollout(
     chats = [opening+[dict(role="user", content=t.question)] for t in tasks]
     prompts = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)["input_ids"]
     episodes = [Episode(t, p) for t,p in zip(tasks, prompts)]
-    go_on = LEGAL
-    if not stop_on_illegal: go_on += ("sql", "denied", "too_large", "malformed", "unknown_tool", "argument",
-                                      "python", "memory", "not_found", "gone")
     play = dict(tokenizer=tokenizer, between=between_turns(tokenizer), end=tokenizer.eos_token_id,
-                max_tokens=max_tokens, max_turn_tokens=max_turn_tokens, go_on=go_on)
+                max_tokens=max_tokens, max_turn_tokens=max_turn_tokens,
+                stop_on_illegal=stop_on_illegal)
     S,order = min(len(environments), len(tasks)),iter(range(len(tasks)))
     slots,position_S = [None]*S,torch.zeros(S, dtype=torch.long, device=model.device)
     with decoding(model):

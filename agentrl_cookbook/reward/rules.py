@@ -17,8 +17,9 @@ from jsonschema.exceptions import best_match
 from .verifier import Score,read_values
 from ..task.tools import failure,parse_call
 
-# %% ../../nbs/reward/rules.ipynb #2b3905f3
-def _verdict(good, kind, evidence): return Score(1.0, "right", evidence) if good else Score(0.0, kind, evidence)
+# %% ../../nbs/reward/rules.ipynb #d5be2261
+def _verdict(good, kind, evidence):
+    return Score(1.0, "right", evidence) if good else Score(0.0, kind, evidence)
 def _text(answer): return answer.strip() if isinstance(answer, str) else ""
 def _short(value):
     text = repr(value)
@@ -78,7 +79,7 @@ def match_number(
     near = math.isclose(found, wanted, rel_tol=relative, abs_tol=absolute)
     return _verdict(near, "wrong_answer", f"{found:g} against {wanted:g}")
 
-# %% ../../nbs/reward/rules.ipynb #5b7a56dc
+# %% ../../nbs/reward/rules.ipynb #121f97dd
 def items(
     text:str,   # Separated by commas, semicolons or line ends
 )->frozenset:   # Normal forms
@@ -94,7 +95,7 @@ def match_set(
     missing,extra = sorted(wanted-found),sorted(found-wanted)
     if not found: return Score(0.0, "no_answer", "the episode ended without an answer")
     if missing: return Score(0.0, "missing_item", f"missing: {_short(missing)}")
-    return _verdict(not extra, "extra_item", f"extra: {_short(extra)}" if extra else f"all {len(wanted)} items")
+    return _verdict(not extra, "extra_item", f"{len(wanted)} items, extra: {_short(extra)}")
 
 # %% ../../nbs/reward/rules.ipynb #9bc975a5
 def was_read(
@@ -105,11 +106,12 @@ def was_read(
     found = _text(answer) in read_values(observed)
     return _verdict(found, "not_observed", f"{_short(_text(answer))} in {len(observed)} tool results")
 
-# %% ../../nbs/reward/rules.ipynb #da0e9193
+# %% ../../nbs/reward/rules.ipynb #8a56cda8
 def _records(records):
     "Records as a multiset; white space at the ends of values apart"
     clean = lambda v: v.strip() if isinstance(v, str) else v
-    return Counter(json.dumps({k: clean(v) for k,v in r.items()}, sort_keys=True, default=str) for r in records)
+    cleaned = [{k: clean(v) for k,v in r.items()} for r in records]
+    return Counter(json.dumps(r, sort_keys=True, default=str) for r in cleaned)
 
 def goal_met(
     wanted:list,  # Records that the goal asks for, such as mails: dicts of `to`, `subject`, `body`
@@ -172,15 +174,15 @@ def all_of(
     for name,s in failed.items(): return Score(reward, s.kind, f"{name}: {s.evidence}")
     return Score(reward, "right", f"all of {', '.join(scores)}")
 
-# %% ../../nbs/reward/rules.ipynb #47992bd5
+# %% ../../nbs/reward/rules.ipynb #e0ad57f4
 def weighted(
     scores:dict,   # `Score` by name of the part
     weights:dict,  # Weight by the same names, 0 or more
 )->Score:          # The weighted mean of the rewards; kind and evidence as in `all_of`
     "Parts are paid for one by one"
     if set(scores) != set(weights) or min(weights.values(), default=0) < 0 or not any(weights.values()):
-        raise ValueError(f"The scores are {', '.join(scores)}, the weights {', '.join(weights)}: give each score "
-                         "a weight of 0 or more, not all 0.")
+        raise ValueError(f"The scores are {', '.join(scores)}, the weights {', '.join(weights)}: "
+                         "give each score a weight of 0 or more, not all 0.")
     total = math.fsum(weights.values())
     reward = math.fsum(scores[k].reward*w for k,w in weights.items())/total
     return Score(reward, (s := all_of(scores)).kind, s.evidence)
