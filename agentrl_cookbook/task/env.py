@@ -238,7 +238,7 @@ def call(
         return environment._use("?", lambda: failure("unknown_tool", f"the tools are: {', '.join(tools)}"))
     return json.loads(tools[name](**arguments))
 
-# %% ../../nbs/task/env.ipynb #abd6c9fb
+# %% ../../nbs/task/env.ipynb #15cd817a
 def schemas(
     environment,  # An `Environment`
 )->list[dict]:    # As `tools=` of an OpenAI-style API takes them
@@ -252,7 +252,7 @@ def answer(
     "Play a tool call of an OpenAI-style API"
     function = tool_call["function"]
     try: asked = function["name"],dict(json.loads(function["arguments"]))
-    except (TypeError, ValueError, RecursionError): asked = function.get("arguments")
+    except (KeyError, TypeError, ValueError, RecursionError): asked = function.get("arguments")
     return dict(role="tool", tool_call_id=tool_call["id"], content=result_text(call(environment, asked)))
 
 # %% ../../nbs/task/env.ipynb #61201104
