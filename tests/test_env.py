@@ -364,6 +364,10 @@ def test_any_tool_call_of_an_openai_style_api_has_an_answer(four, arguments, kin
     assert set(message) == {"role", "tool_call_id", "content"} and message["role"] == "tool" and message["tool_call_id"] == "call_7"
     assert is_result(json.loads(message["content"])) and [k for _,k in four.calls] == [kind]
 
+def test_a_tool_call_without_a_name_has_an_answer(four):
+    message = answer(four, dict(id="call_8", type="function", function=dict(arguments="{}")))
+    assert json.loads(message["content"])["kind"] == "malformed" and message["tool_call_id"] == "call_8"
+
 def test_instructions_for_four_tools(four):
     told = instructions(four)
     assert all(json.dumps(s) in told for s in schemas(four)) and "chores" in told.splitlines()[0]

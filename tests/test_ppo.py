@@ -115,8 +115,8 @@ def test_the_value_before_a_token_sees_only_earlier_tokens(seeing):
         other_BT = ids_BT.clone()
         other_BT[:, 4+t:] = torch.where(mask_BT[:, 4+t:] == 1, ids_BT[:, 4+t:]+1, 0)
         after = values(seeing, other_BT)
-        assert torch.allclose(after[:, :t+1], before[:, :t+1], atol=1e-6)
-        if t < 7: assert (after[0, t+1:]-before[0, t+1:]).abs().min() > 1e-4, "it does see the token once it is written"
+        assert torch.allclose(after[:, :t+1], before[:, :t+1], atol=1e-4)
+        if t < 7: assert (after[0, t+1:]-before[0, t+1:]).abs().min() > 1e-3, "it does see the token once it is written"
 
 def test_values_are_those_of_one_forward_pass(seeing):
     "In parts of similar length or not"
@@ -126,7 +126,7 @@ def test_values_are_those_of_one_forward_pass(seeing):
         states = policy.model(input_ids=ids_BT, attention_mask=mask_BT, position_ids=position_BT).last_hidden_state
         want = policy.critic(states)[:, 3:-1, 0]
     real = mask_BT[:, 4:].bool()
-    assert torch.allclose(values(seeing, ids_BT)[real], want[real], atol=1e-4)
+    assert torch.allclose(values(seeing, ids_BT)[real], want[real], atol=1e-3)
 
 def test_value_loss_by_hand():
     value,old,target = torch.tensor([[.9, .1, .5]], requires_grad=True),torch.tensor([[.5, .1, .5]]),torch.tensor([[1., 1., 0.]])
@@ -159,7 +159,7 @@ def test_credit_is_gae_on_a_hand_made_batch(seeing):
     assert torch.allclose(advantage, whiten(want, on_BT), atol=1e-5) and torch.allclose(batch["returns"], returns, atol=1e-5)
     assert torch.allclose(batch["values"], value) and (advantage[on_BT == 0] == 0).all()
     last = on_BT[3].nonzero().max()
-    assert batch["returns"][3, last] == pytest.approx(1, abs=1e-5), "the last token's return is the reward"
+    assert batch["returns"][3, last] == pytest.approx(1, abs=1e-4), "the last token's return is the reward"
 
 
 # ---- Safeguards ----

@@ -1,5 +1,5 @@
 "Rules: what each pays for, bad input, and what composing must keep; programs against four verifiers."
-import json,math,sys
+import json,math
 
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
@@ -39,8 +39,8 @@ def test_the_normal_form_is_normal(text):
     assert normal(normal(text)) == normal(text)
     assert match_text(text, text).reward == bool(normal(text))
 
-def test_the_normal_form_of_every_character_is_normal():
-    bad = [c for c in map(chr, range(sys.maxunicode+1)) if normal(normal(f"a{c}b")) != normal(f"a{c}b")]
+def test_the_normal_form_of_two_planes_of_characters_is_normal():
+    bad = [c for c in map(chr, range(0x20000)) if normal(normal(f"a{c}b")) != normal(f"a{c}b")]
     assert not bad
 
 @quick
@@ -52,7 +52,7 @@ def test_case_and_spacing_never_matter_but_signs_do(text):
 @quick
 @given(st.text(max_size=8), st.text(max_size=8))
 def test_lenient_rules_pass_what_the_exact_one_passes(a, b):
-    if match_exact(a, b).reward and normal(a): assert match_text(a, b).reward and match_set(a, b).reward
+    if match_exact(a, b).reward and items(a): assert match_text(a, b).reward and match_set(a, b).reward
     if match_text(a, b).reward: assert match_text(b, a).reward
 
 @pytest.mark.parametrize("text, value", [("1,250", 1250), ("-3", -3), ("+.5", .5), ("2e3", 2000), (" 7. ", 7), ("12,50", None),

@@ -16,11 +16,11 @@ def _short(value):
     text = repr(value)
     return text if len(text) <= 80 else text[:77]+"..."
 
-# %% ../../nbs/reward/fidelity.ipynb #0e7ba5d8
+# %% ../../nbs/reward/fidelity.ipynb #02a6cf71
 def _ran(result):
     "The score of a run in the sandbox that did not fail by itself"
     wrong = result.get("error", "").startswith("AssertionError")
-    return None if result["ok"] else Score(0.0, "wrong_output" if wrong else result["kind"], result["error"][:200])
+    if not result["ok"]: return Score(0.0, "wrong_output" if wrong else result["kind"], result["error"][:200])
 
 def asserts_pass(
     code:str|None,  # The policy's program
@@ -33,30 +33,33 @@ def asserts_pass(
     failed = _ran(pool.run(f"{code}\n{asserts}", files={"tests.py": asserts}))
     return failed or Score(1.0, "right", f"{len(tests)} asserts")
 
-# %% ../../nbs/reward/fidelity.ipynb #4f6bd33f
+# %% ../../nbs/reward/fidelity.ipynb #b2061f02
 def code_passes(
     code:str|None,  # The policy's program
     tests:list,     # (call, expected) pairs of Python texts; only the call goes into the sandbox
     pool,           # A `task.sandbox.Pool`
-)->Score:           # Kinds of failure: `no_code`, `wrong_output`, those of the pool; that of the first bad test
+)->Score:           # Kinds of failure: as `asserts_pass`; that of the first bad test
     "Whether every call prints what it must, compared outside"
     if not _text(code).strip(): return Score(0.0, "no_code", "there is no program")
     for i,(call,expected) in enumerate(tests, 1):
         result = pool.run(f"{code}\nprint()\nprint(repr({call}))")
         if failed := _ran(result): return Score(0.0, failed.kind, f"test {i}, {call}: {failed.evidence}")
         printed = (result["result"][0].splitlines() or [""])[-1]
-        if printed != expected: return Score(0.0, "wrong_output", f"test {i}, {call}: printed {_short(printed)}")
+        if printed != expected:
+            return Score(0.0, "wrong_output", f"test {i}, {call}: printed {_short(printed)}")
     return Score(1.0, "right", f"{len(tests)} tests")
 
-# %% ../../nbs/reward/fidelity.ipynb #4bcf1870
-IMPORTS = set("bisect collections datetime decimal fractions functools heapq itertools json math operator random re "
-              "statistics string typing".split())
-NAMES = set("open exec eval compile globals locals vars getattr setattr delattr exit quit input breakpoint".split())
+# %% ../../nbs/reward/fidelity.ipynb #4a2de6af
+IMPORTS = set("bisect collections datetime decimal fractions functools heapq itertools json math "
+              "operator random re statistics string typing".split())
+NAMES = set("open exec eval compile globals locals vars getattr setattr delattr exit quit input "
+            "breakpoint".split())
 
 def _inputs(tests):
     "Constants in the calls of the tests, without those that every program may hold"
     found = [n.value for call,_ in tests for n in ast.walk(ast.parse(call)) if isinstance(n, ast.Constant)]
-    return {repr(v) for v in found if isinstance(v, str) and len(v) > 1 or isinstance(v, (int, float)) and abs(v) > 10}
+    telling = lambda v: len(v) > 1 if isinstance(v, str) else isinstance(v, (int, float)) and abs(v) > 10
+    return {repr(v) for v in found if telling(v)}
 
 def _objection(node, inputs):
     "(kind, reason) against a node of the syntax tree, or None"
@@ -68,13 +71,14 @@ def _objection(node, inputs):
     name = next((v for k in ("id", "attr", "name") if isinstance(v := getattr(node, k, None), str)), "")
     if name in NAMES or name.startswith("__"): return "forbidden_name", f"uses {name}"
     if isinstance(node, ast.ExceptHandler):
-        wide = node.type is None or {"Exception", "BaseException"} & {getattr(n, "id", "") for n in ast.walk(node.type)}
+        caught = {getattr(n, "id", "") for n in ast.walk(node.type)} if node.type else {"Exception"}
+        wide = caught & {"Exception", "BaseException"}
         if wide and not any(isinstance(n, ast.Raise) for n in ast.walk(node)):
             return "swallows", "catches every exception and goes on"
     if isinstance(node, ast.Constant) and repr(node.value) in inputs:
         return "special_case", f"holds the input {_short(node.value)} of a test"
 
-# %% ../../nbs/reward/fidelity.ipynb #5c0fd55a
+# %% ../../nbs/reward/fidelity.ipynb #f9e468c4
 def static_checks(
     code:str|None,  # The policy's program
     tests:list=(),  # Tests whose inputs it may not hold
@@ -85,7 +89,8 @@ def static_checks(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             tree = ast.parse(code[:20_000])
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as e: return Score(0.0, "syntax", f"{e}"[:80])
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as e:
+        return Score(0.0, "syntax", f"{e}"[:80])
     inputs = _inputs(tests)
     for node in ast.walk(tree):
         if found := _objection(node, inputs):

@@ -99,7 +99,7 @@ def near_pairs(
     pairs = ((i, j, jaccard(left[i], right[j])) for i,j in sorted(candidates(left, right, threshold)))
     return [p for p in pairs if p[2] >= threshold]
 
-# %% ../../nbs/task/contamination.ipynb #46ffdc04
+# %% ../../nbs/task/contamination.ipynb #dbb084c7
 def _leaves(o):
     "All plain values inside a JSON value, as text"
     if isinstance(o, dict): o = list(o.values())
@@ -112,8 +112,9 @@ def given_away(
     row,res = read_row(row),[]
     about = set(named(row["question"]))
     for _,arguments,result in steps(row["messages"]):
-        texts = [str(a) for a in arguments.values()]
-        about = about | {v for t in texts for v in [t, *named(t), *map(unquote, re.split("[/?&=]", t))]}
+        for text in map(str, arguments.values()):
+            parts = [] if " " in text else map(unquote, re.split("[/?&=]", text))  # a path names its row
+            about = about.union(named(text), parts)
         records = map(_leaves, result["result"]) if result["ok"] else ()
         res += [(frozenset(about | seen), frozenset(seen)) for seen in records]
     return res
