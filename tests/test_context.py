@@ -322,7 +322,9 @@ def test_a_drawn_segment_has_the_gradient_of_the_episode_on_average(policy, epis
     r = Random(0)
     def key(p): return tuple(p.prompt_ids),tuple(p.ids)
     drawn = [key(draw_segment(e, r)) for _ in range(4000)]
-    for p in pairs: assert drawn.count(key(p))/4000 == pytest.approx(sum(p.mask)/N, abs=.03)
+    for p in pairs:
+        share = sum(sum(q.mask) for q in pairs if key(q) == key(p))/N  # a policy may write the same again
+        assert drawn.count(key(p))/4000 == pytest.approx(share, abs=.03)
 
 def first_ratios(policy, tokenizer, task, rows, folder):
     "New to old probability of the trained tokens in the first step of TRL's trainer on these rows"
