@@ -14,7 +14,7 @@ TWO_B = torch.tensor([1., 0, 0, 0, 1, 1, 1, 0], dtype=torch.float64)
 each_scale = pytest.mark.parametrize("scale", ["group", "batch", "none"])
 of_groups = pytest.mark.parametrize("fn", [group_advantages, rloo_advantages], ids=lambda f: f.__name__)
 
-def close(got, expected, atol=1e-6):
+def assert_close(got, expected, atol=1e-6):
     torch.testing.assert_close(got.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=atol)
 
 
@@ -23,26 +23,26 @@ def close(got, expected, atol=1e-6):
 @pytest.mark.parametrize("kw, expected", [
     ({}, [1.4997, -.4999, -.4999, -.4999]), (dict(ddof=0, eps=1e-8), [1.732051, -.57735, -.57735, -.57735]),
     (dict(scale="none"), [.75, -.25, -.25, -.25])])
-def test_grpo_and_dr_grpo(kw, expected): close(group_advantages(HARD, **kw)[0], expected, 5e-5)
+def test_grpo_and_dr_grpo(kw, expected): assert_close(group_advantages(HARD, **kw)[0], expected, 5e-5)
 
 def test_batch_scale():
-    close(group_advantages(TWO_B, 4, scale="batch"),
+    assert_close(group_advantages(TWO_B, 4, scale="batch"),
           [1.402859, -.46762, -.46762, -.46762, .46762, .46762, .46762, -1.402859])
 
-def test_rloo(): close(rloo_advantages(HARD)[0], [1, -1/3, -1/3, -1/3])
+def test_rloo(): assert_close(rloo_advantages(HARD)[0], [1, -1/3, -1/3, -1/3])
 
-def test_maxrl(): close(maxrl_advantages(HARD)[0], [3, -1, -1, -1])
+def test_maxrl(): assert_close(maxrl_advantages(HARD)[0], [3, -1, -1, -1])
 
 @pytest.mark.parametrize("group_size, expected", [
     (0, [.935414, -.935414, -.935414, -.935414, .935414, .935414, .935414, -.935414]),
     (4, [1.620185, -.540062, -.540062, -.540062, .540062, .540062, .540062, -1.620185])])
 def test_reinforce_pp(group_size, expected):
-    close(reinforce_pp_advantages(TWO_B, torch.ones(8, 1), group_size)[:, 0], expected)
+    assert_close(reinforce_pp_advantages(TWO_B, torch.ones(8, 1), group_size)[:, 0], expected)
 
 def test_gigpo_steps():
     return_BK, same_BK, on_BK = torch.tensor([[1.], [.95], [0.]]), torch.zeros(3, 1).long(), torch.ones(3, 1)
-    close(step_advantages(return_BK, same_BK, on_BK, 3)[:, 0], [.35, .30, -.65])
-    close(step_advantages(return_BK, same_BK, on_BK, 3, eps=0.)[:, 0], [.62115, .532414, -1.153563], 1e-5)
+    assert_close(step_advantages(return_BK, same_BK, on_BK, 3)[:, 0], [.35, .30, -.65])
+    assert_close(step_advantages(return_BK, same_BK, on_BK, 3, eps=0.)[:, 0], [.62115, .532414, -1.153563], 1e-5)
 
 
 # ---- TRL's numbers ----

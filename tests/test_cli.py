@@ -57,7 +57,7 @@ def only(repo):
     [folder] = folders(repo)
     return folder
 
-def says(done, code, *sentences):
+def assert_says(done, code, *sentences):
     "One sentence on stderr, in the end, and no traceback"
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr+done.stdout, done.stderr
@@ -89,14 +89,14 @@ def test_list_and_params(repo):
     (["-f", "tiny"], ["Cannot read the parameters file tiny", "Did you mean nbs/params/toy.tiny.yaml?"])])
 def test_wrong_input_costs_nothing(repo, args, sentences):
     for name,text in dict(bad="seed: 1\n lr: [", text="just text", trap="lr: 1e-3").items(): (repo/f"{name}.yaml").write_text(text)
-    says(agentrl(repo, "run", "toy", *args), 2, *sentences)
+    assert_says(agentrl(repo, "run", "toy", *args), 2, *sentences)
     assert not folders(repo)
 
 def test_unknown_names(repo):
-    says(agentrl(repo, "run", "toi"), 2, "no notebook `toi`", "Did you mean `toy`?")
-    says(agentrl(repo, "run", "page"), 2, "`page` has no parameter `out_dir`")
-    says(agentrl(repo, "show", "toy"), 2, "There is no run `toy` in _runs")
-    says(agentrl(repo, "publish", "toy"), 2, "There is no run `toy`")
+    assert_says(agentrl(repo, "run", "toi"), 2, "no notebook `toi`", "Did you mean `toy`?")
+    assert_says(agentrl(repo, "run", "page"), 2, "`page` has no parameter `out_dir`")
+    assert_says(agentrl(repo, "show", "toy"), 2, "There is no run `toy` in _runs")
+    assert_says(agentrl(repo, "publish", "toy"), 2, "There is no run `toy`")
     assert agentrl(repo).returncode == agentrl(repo, "walk").returncode == 2
 
 def test_help_has_examples(repo):
@@ -141,7 +141,7 @@ def test_sigkill_ends_the_kernel_and_its_children_and_the_command_resumes(repo):
     assert gone(repo) and not (only(repo)/"metrics.json").exists()
     shown = agentrl(repo, "show", "toy").stdout
     assert "not finished; to resume: agentrl run toy -p mode kill -p seed 2" in shown and "reward  1" in shown
-    says(agentrl(repo, "publish", "toy"), 1, "the run is not finished")
+    assert_says(agentrl(repo, "publish", "toy"), 1, "the run is not finished")
     done = agentrl(repo, *command)
     assert done.returncode == 0, done.stderr
     assert (only(repo)/"calls").read_text() == "first\n"
@@ -149,7 +149,7 @@ def test_sigkill_ends_the_kernel_and_its_children_and_the_command_resumes(repo):
 
 def test_ctrl_c_says_how_to_go_on(repo):
     done = agentrl(repo, "run", "toy", "-p", "mode", "interrupt")
-    says(done, 130, "Repeat the command to resume")
+    assert_says(done, 130, "Repeat the command to resume")
     assert gone(repo)
     assert agentrl(repo, "run", "toy", "-p", "mode", "interrupt").returncode == 0
 
@@ -157,7 +157,7 @@ def test_ctrl_c_says_how_to_go_on(repo):
     ("raise", "ValueError: the data is empty"), ("die", "The kernel was killed"),
     ("silent", "ended without metrics.json"), ("late", "AssertionError: after the metrics")])
 def test_a_failed_run_says_why_and_is_not_finished(repo, mode, sentence):
-    says(agentrl(repo, "run", "toy", "-p", "mode", mode), 1, sentence, "Executed so far: _runs/toy/")
+    assert_says(agentrl(repo, "run", "toy", "-p", "mode", mode), 1, sentence, "Executed so far: _runs/toy/")
     assert not (only(repo)/"metrics.json").exists() and (only(repo)/"toy.ipynb").exists()
     assert "not finished" in agentrl(repo, "show", only(repo).name[:6]).stdout
 
@@ -168,12 +168,12 @@ def test_two_runs_do_not_share_a_folder(repo, monkeypatch):
     folder = cli.runs.workspace(cli.runs.run_folder(path, params))
     with open(folder/".lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        says(agentrl(repo, "run", "toy"), 1, f"This run is going on already: see `agentrl show {folder.name}`.")
+        assert_says(agentrl(repo, "run", "toy"), 1, f"This run is going on already: see `agentrl show {folder.name}`.")
     assert os.listdir(folder) == [".lock"]
 
 def test_unwritable_runs_folder(repo):
     (repo/"file").write_text("")
-    says(agentrl(repo, "run", "toy", env=dict(AGENTRL_RUNS_DIR=str(repo/"file"/"runs"))), 1, "Cannot write", "Not a directory")
+    assert_says(agentrl(repo, "run", "toy", env=dict(AGENTRL_RUNS_DIR=str(repo/"file"/"runs"))), 1, "Cannot write", "Not a directory")
 
 def test_own_table_wins_and_results_are_published(repo):
     assert agentrl(repo, "run", "toy", "-f", "nbs/params/toy.tiny.yaml").returncode == 0
@@ -191,4 +191,4 @@ def test_outside_a_checkout_it_says_where_the_notebooks_are(tmp_path, root):
     code = "from agentrl_cookbook.cli import main; raise SystemExit(main(['list']))"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path/"home", capture_output=True, text=True,
                           env=os.environ|dict(PYTHONPATH=str(package)))
-    says(done, 2, "clone the project's repository")
+    assert_says(done, 2, "clone the project's repository")
