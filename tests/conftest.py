@@ -20,3 +20,12 @@ def checkout(tmp_path):
     "A copy of the checkout, without what is ignored"
     skip = shutil.ignore_patterns(".git", ".venv*", "_*s", "_proc", "*.egg-info", "__pycache__", ".*_c*", "wandb", ".hypothesis")
     return shutil.copytree(ROOT, tmp_path/"checkout", ignore=skip, symlinks=True)
+
+@pytest.fixture(scope="module")
+def one_thread():
+    "Float sums in one order, and no waiting for other threads"
+    import torch
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

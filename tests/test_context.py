@@ -24,6 +24,8 @@ from agentrl_cookbook.task.env import Environment
 from agentrl_cookbook.task.tools import TOOL_CALL, connect
 from agentrl_cookbook.task.world import company
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 # ---- Histories and actions ----
 
@@ -199,13 +201,6 @@ def test_advice_is_to_keep_what_matches():
 
 
 # ---- Played by a policy ----
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 @pytest.fixture(scope="module")
 def task(database): return scan_tasks(database, 1, seed=0, turns=(12, 12))[0]

@@ -27,15 +27,10 @@ from agentrl_cookbook.task.graph import graph
 from agentrl_cookbook.task.synth import sample_tasks, solve
 from agentrl_cookbook.task.world import company
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 # ---- One policy for all: 60 steps on a few tasks, enough to solve them greedily ----
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 @pytest.fixture(scope="module")
 def database(tmp_path_factory): return company(tmp_path_factory.mktemp("company")/"company.db")

@@ -18,14 +18,9 @@ from agentrl_cookbook.task.graph import graph
 from agentrl_cookbook.task.synth import sample_tasks, solve
 from agentrl_cookbook.task.world import company
 
-LONGEST = 48  # tokens of an episode
+pytestmark = pytest.mark.usefixtures("one_thread")
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+LONGEST = 48  # tokens of an episode
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):

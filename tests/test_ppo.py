@@ -7,9 +7,9 @@ import torch
 from transformers import TrainerCallback
 
 from agentrl_cookbook.algo.advantage import whiten
-from agentrl_cookbook.algo.gae import at_last_token, gae
+from agentrl_cookbook.algo.gae import at_last_token, gae, value_loss
 from agentrl_cookbook.loop import train as train_module
-from agentrl_cookbook.loop.ppo import PPOTrainer, add_critic, explained_variance, train_ppo, value_loss
+from agentrl_cookbook.loop.ppo import PPOTrainer, add_critic, explained_variance, train_ppo
 from agentrl_cookbook.loop.rollout import rollout
 from agentrl_cookbook.policy.sft import last_checkpoint
 from agentrl_cookbook.policy.tiny import tiny_policy, trace_texts, train_tokenizer
@@ -19,12 +19,7 @@ from agentrl_cookbook.task.graph import graph
 from agentrl_cookbook.task.synth import sample_tasks, solve
 from agentrl_cookbook.task.world import company
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 def coin(model, tokenizer, environments, tasks, seeds, **options):
     "Rollouts with rewards and lengths that depend on the seed of the episode alone, so that every batch has a signal"
