@@ -577,6 +577,19 @@ def test_the_control_deals_the_same_rewards_to_other_episodes(rl, still):
     earned = still[0].rewards[0][:, 0].tolist()
     assert dealt != earned and sorted(dealt) == sorted(earned)
 
+def test_another_reward_is_paid_for_all_episodes_of_an_update(rl):
+    played = []
+    def place(episodes):
+        played.append(episodes)
+        return [i/8 for i in range(len(episodes))]
+    trainer = rl(updates=1, reward=place)[1]
+    assert trainer.rewards[0][:, 0].tolist() == [i/8 for i in range(8)]
+    assert trainer.batches[0]["completion_ids"].shape[0] == len(played[0]) == 8
+
+@pytest.mark.parametrize("paid", [[0.]*7, [[0.]]*8, [0.]*7+[float("nan")]])
+def test_a_reward_that_is_not_a_number_for_each_episode_is_refused(rl, paid):
+    with pytest.raises(ValueError, match="a finite number for each of 8 episodes"): rl(updates=1, reward=lambda episodes: paid)
+
 def test_a_cap_that_weighs_nothing_is_refused(rl):
     with pytest.raises(ValueError, match=r"cap=0.28 .*CISPO needs a cap above 1"): rl(cap=.28)
 

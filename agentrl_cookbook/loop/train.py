@@ -91,7 +91,7 @@ def keep_mixed(
     mixed = reward_PG.max(1) > reward_PG.min(1)
     return sorted(range(len(reward_PG)), key=lambda i: not mixed[i])[:keep]
 
-# %% ../../nbs/loop/train.ipynb #feae7fba
+# %% ../../nbs/loop/train.ipynb #95ed2463
 def train_rl(
     model,                  # The policy, after SFT
     tokenizer,              # Its tokenizer
@@ -112,6 +112,7 @@ def train_rl(
     warmup:int=10,          # Optimizer steps in which the learning rate rises
     seed:int=0,             # Of sampling and faults
     shuffle_rewards:bool=False,  # Deal the rewards to random episodes: the control
+    reward=None,            # Function of an update's episodes: one number each; None takes their scores
     monitor=None,           # Gets `record(episodes)`, and is a callback of the trainer
     system:str="",          # A system message before every question
     save_every:int=10,      # Updates between checkpoints
@@ -144,7 +145,10 @@ def train_rl(
         episodes = rollout(policy, tokenizer, environments, todo, faults, system=system,
                            temperature=trainer.temperature, generator=generator,
                            max_tokens=max_tokens, max_turn_tokens=max_turn_tokens)
-        reward_PG = np.array([e.score.reward for e in episodes]).reshape(-1, group_size)
+        paid = np.array(reward(episodes) if reward else [e.score.reward for e in episodes], dtype=float)
+        if paid.shape != (len(episodes),) or not np.isfinite(paid).all():
+            raise ValueError(f"reward must give a finite number for each of {len(episodes)} episodes.")
+        reward_PG = paid.reshape(-1, group_size)
         if monitor: monitor.record(episodes)
         if shuffle_rewards: np.random.default_rng((seed, update)).shuffle(reward_PG.reshape(-1))
         kept = [i*group_size+j for i in keep_mixed(reward_PG, groups) for j in range(group_size)]
