@@ -25,10 +25,10 @@ quickstart: .venv/run.stamp
 test: .venv/test.stamp
 	@echo "== 1/3 modules in sync with the notebooks"
 	$(BIN)/python -m pytest -q tests/test_project.py -k in_sync
-	@echo "== 2/3 each chapter at its defaults, one at a time (the quickstart runs in step 3, at smoke size)"
-	$(BIN)/python -m pytest -v --no-header tests/test_chapters.py
+	@echo "== 2/3 each chapter at its defaults, on two cores (the quickstart runs in step 3, at smoke size)"
+	$(BIN)/python -m pytest -v --no-header -n 2 tests/test_chapters.py
 	@echo "== 3/3 tests"
-	$(BIN)/python -m pytest -q --ignore=tests/test_chapters.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --ignore=tests/test_chapters.py $(PYTEST_ARGS)
 
 docs: .venv/test.stamp
 	@if command -v quarto >/dev/null; then echo "== rendering with Quarto"; quarto render; \

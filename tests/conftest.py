@@ -7,7 +7,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 # Set before any test module imports a library that reads them
-os.environ.update(WANDB_MODE="offline", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+os.environ.update(WANDB_MODE="offline", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false",
+                  OMP_NUM_THREADS="1")  # two tests run side by side
 for name in [k for k in os.environ if k.startswith("AGENTRL_")]: del os.environ[name]
 
 @pytest.fixture(scope="session")
