@@ -136,7 +136,7 @@ def _cannot_write(path, e):
     return OSError(f"Cannot write {path}: {e.strerror or e}. Free some space or name another folder "
                    "(`runs_dir` in settings.ini or AGENTRL_RUNS_DIR) and repeat the command.")
 
-# %% ../nbs/run.ipynb #8f3642f0
+# %% ../nbs/run.ipynb #a782f917
 def write_whole(
     path:str|Path,  # File to write; its folder is made if missing
     text:str,       # All of its text
@@ -167,16 +167,19 @@ def save_metrics(
     "Write `metrics.json`, the last thing a run does: that it exists means that the run succeeded"
     return write_whole(Path(folder)/"metrics.json", json.dumps(metrics, indent=2, default=_plain)+"\n")
 
+def _read(path):
+    try: return json.loads(path.read_text())
+    except ValueError as e:
+        raise ValueError(f"{path} is damaged ({e}). Delete it and repeat the command of the run.") from None
+
 def load_metrics(
     folder:str|Path,  # The run folder
 )->dict:              # What `save_metrics` was given
     "Read `metrics.json`"
     path = Path(folder)/"metrics.json"
-    try: return json.loads(path.read_text())
+    try: return _read(path)
     except OSError:
         raise FileNotFoundError(f"There is no {path}: the run is not finished. Repeat its command.") from None
-    except ValueError as e:
-        raise ValueError(f"{path} is damaged ({e}). Delete it and repeat the command of the run.") from None
 
 # %% ../nbs/run.ipynb #c1294a54
 def log_metrics(
@@ -208,7 +211,7 @@ def read_log(
             rows[tuple((k, v if k == "step" or isinstance(v, str) else "") for k,v in row.items())] = row
     return list(rows.values())
 
-# %% ../nbs/run.ipynb #9629a1bc
+# %% ../nbs/run.ipynb #e9c40ad0
 def cached(
     folder:str|Path,  # The run folder
     name:str,         # Name of the stage; its file is `<name>.json`
@@ -218,7 +221,7 @@ def cached(
     if name in ("metrics", "env"): raise ValueError(f"`{name}` cannot name a stage: the run itself uses it.")
     path = Path(folder)/f"{name}.json"
     if not path.exists(): write_whole(path, json.dumps(fn(), indent=2, default=_plain)+"\n")
-    return json.loads(path.read_text())
+    return _read(path)
 
 # %% ../nbs/run.ipynb #00dd43c4
 STACK = "torch transformers trl peft accelerate datasets tokenizers numpy scipy nbdev papermill wandb".split()

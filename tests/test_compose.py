@@ -122,6 +122,11 @@ def test_a_database_that_has_no_more_says_so(tmp_path):
     with pytest.raises(ValueError, match="hardly more than [0-9] train tasks .*: ask for fewer"):
         sample_chores(facts(graph(path)), 50, {0: 1}, 0, "train")
 
+@pytest.mark.parametrize("operations,split,said", [({1: 1}, "dev", "split is 'dev': give one of test, rl, sft, train"),
+                                                   ({}, "train", "operations is {}: give it a weight"), ({2: 0}, "train", "operations is {2: 0}")])
+def test_a_sample_of_nothing_is_named(f, operations, split, said):
+    with pytest.raises(ValueError, match=said): sample_chores(f, 1, operations, 0, split)
+
 
 # ---- Goals ----
 
@@ -227,6 +232,17 @@ def test_a_row_whose_trace_uses_what_it_did_not_read_is_refused(rows):
     row = next(r for r in rows if len(r["messages"]) > 4 and r["kind"] == "question")
     Row(**row)
     with pytest.raises(ValueError, match="used but was not read"): Row(**row | dict(messages=[row["messages"][0], row["messages"][-1]]))
+
+def test_a_call_that_names_a_version_is_refused(rows):
+    row = next(r for r in rows if any(c["function"]["name"] == "http" for m in r["messages"] for c in m.get("tool_calls") or []))
+    Row(**row)
+    pinned = json.loads(json.dumps(row["messages"]).replace('"path\\": \\"', '"path\\": \\"/v1/').replace('"path": "', '"path": "/v1/'))
+    assert pinned != row["messages"]
+    with pytest.raises(ValueError, match="a call names a version of the API"): Row(**row | dict(messages=pinned))
+
+def test_nothing_to_replay_or_to_measure(place):
+    with pytest.raises(ValueError, match="no trace to replay"): replay([], place)
+    with pytest.raises(ValueError, match="without an attempt"): measured_difficulty(dict(a=[True], b=[]))
 
 
 # ---- Words ----

@@ -239,11 +239,34 @@ def test_a_fault_replaces_the_call(four, tool, kind):
     four.profile = {}
     assert call(four, (tool, arguments[tool]))["ok"]
 
+def test_a_limit_of_requests_holds_for_an_episode(database):
+    with closing(Environment(database, tools=("sql", "http"), limit=2)) as e:
+        for _ in range(2):
+            assert [json.loads(e.http("/city/Oslo")).get("kind", "ok") for _ in range(3)] == ["ok", "ok", "rate_limit"]
+            assert json.loads(e.sql("SELECT 1"))["ok"] and e.faults == 0
+            e.reset()
+
 def test_a_slow_answer_is_an_answer_and_takes_no_time_here(database):
     environment = Environment(database, dict(sql=dict(slow=1.0)))
     start,plain = monotonic(),Environment(database)
     assert [environment.sql(q) for q in ("SELECT 1", "SELEKT")] == [plain.sql(q) for q in ("SELECT 1", "SELEKT")]
     assert monotonic()-start < 2 and environment.calls == [("sql", "slow"), ("sql", "sql")] and waited(environment.calls) == 5.0
+
+def test_faults_are_those_that_were_injected(four):
+    "A query or a program that meets its own time limit is the policy's doing, and so is a call beyond the budget"
+    four.profile = {}
+    four.reset()
+    assert json.loads(four.python("while True: pass"))["kind"] == json.loads(four.sql(ATTEMPTS["recursion"][1]))["kind"] == "timeout"
+    assert four.faults == 0
+    four.profile = dict(sql=dict(timeout=1.0), http=dict(version=1.0), python=dict(slow=1.0))
+    four.reset()
+    four.sql("SELECT 1"), four.http("/city/Oslo"), four.http("/city/Oslo"), four.python("1/0"), four.python("print(1)"), four.mail("a", "b", "c")
+    assert [k for _,k in four.calls] == ["timeout", "version", "ok", "python", "slow", "ok"] and four.faults == 3
+    four.max_calls,before = 6,four.max_calls
+    assert json.loads(four.sql("SELECT 1"))["kind"] == "budget" and four.faults == 3
+    four.max_calls,four.profile = before,{}
+    four.reset()
+    assert four.faults == 0
 
 def test_the_version_moves_for_one_episode_and_one_environment(four, database):
     four.profile = dict(http=dict(version=1.0))
@@ -262,7 +285,10 @@ def test_the_version_moves_for_one_episode_and_one_environment(four, database):
     (dict(shell=dict(timeout=.1)), "There is no tool 'shell'"), (dict(sql=dict(oops=.1)), "There is no fault 'oops'"),
     (dict(sql=dict(timeout=-.1)), "timeout of sql is -0.1: give a probability from 0 to 1"), (dict(sql=dict(timeout=20)), "timeout of sql is 20"),
     (dict(sql=dict(timeout=float("nan"))), "timeout of sql is nan"), (dict(mail=dict(version=.1)), "mail has no versions"),
-    (dict(http=dict(timeout=.7, slow=.4)), "The faults of http add up to more than 1")])
+    (dict(http=dict(timeout=.7, slow=.4)), "The faults of http add up to more than 1"),
+    (dict(sql=dict(timeout=".1")), "timeout of sql is '.1': give a probability"), (dict(sql=dict(timeout=None)), "timeout of sql is None"),
+    (dict(sql=.1), "{'sql': 0.1} is no error profile: give"), (dict(sql=None), "is no error profile"), ("light", "'light' is no error profile"),
+    (None, "None is no error profile")])
 def test_a_profile_that_cannot_be_meant_is_refused(database, profile, said):
     with pytest.raises(ValueError, match=said): Environment(database, profile)
 
@@ -280,6 +306,10 @@ def test_a_profile_comes_back_from_the_log_of_its_faults(tmp_path_factory, profi
     assert set(fitted) == set(profile) and check_profile(fitted) is fitted
     assert all(abs(fitted[t].get(k, 0)-profile[t].get(k, 0)) < .06 for t in profile for k in FAULTS)
 
+def test_a_log_may_lack_times(tmp_path):
+    (tmp_path/"log.jsonl").write_text('{"tool": "sql", "status": 200, "seconds": null}\n{"tool": "sql", "status": null}\n')
+    assert fit_profile(tmp_path/"log.jsonl") == dict(sql=dict(timeout=.5))
+
 def test_versions_in_a_log_count_where_they_change(tmp_path):
     versions,log = ["v1", "v1", "v2", "v2", None, "v3"],tmp_path/"log.jsonl"
     lines = [dict(tool="http", status=200, seconds=.1) | (dict(version=v) if v else {}) for v in versions]
@@ -289,9 +319,9 @@ def test_versions_in_a_log_count_where_they_change(tmp_path):
 @pytest.mark.parametrize("text,said", [
     ('{"tool": "sql", "status": 200}\nnonsense', "Line 2 of .* is no request"), ("[]", "Line 1 of .* is no request"),
     ('{"status": 200}', "Line 1 of .* is no request"), ('{"tool": "sql", "status": "ok"}', "Line 1"), ("\n\n", "There is no request in"),
-    ('{"tool": "search", "status": 200}', "has the tool 'search': rename it to one of sql, python, http, mail")])
+    ('{"tool": "search", "status": 200}', "has the tool 'search': rename it to one of sql, python, http, mail"), (b"\xff\xfe\0", "Line 1 of .* is no request")])
 def test_a_log_that_cannot_be_read_is_named_with_its_line(tmp_path, text, said):
-    (tmp_path/"log.jsonl").write_text(text)
+    (tmp_path/"log.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=said) as e: fit_profile(tmp_path/"log.jsonl")
     assert "\n" not in str(e.value)
 
@@ -351,6 +381,7 @@ def test_an_environment_of_ones_own_may_add_a_reward(database):
 def test_schemas_are_what_an_openai_style_api_takes(four):
     for described in schemas(four):
         function = described["function"]
+        assert set(function) == {"name", "description", "parameters"}, "strict servers refuse other fields"
         assert described["type"] == "function" and function["description"] and set(function["parameters"]["required"]) == set(function["parameters"]["properties"])
         assert all(p["type"] == "string" and p["description"] for p in function["parameters"]["properties"].values())
     json.dumps(schemas(four))
@@ -370,7 +401,7 @@ def test_a_tool_call_without_a_name_has_an_answer(four):
 
 def test_instructions_for_four_tools(four):
     told = instructions(four)
-    assert all(json.dumps(s) in told for s in schemas(four)) and "chores" in told.splitlines()[0]
+    assert all(json.dumps(schema(m)) in told for m in tool_methods(four).values()) and "chores" in told.splitlines()[0]
 
 
 # ---- Shared, reset, closed ----
@@ -388,6 +419,18 @@ def test_a_back_end_lives_from_the_first_user_to_the_last():
         assert Counted.live == 1
     assert Counted.live == 0 and Counted.made == made+1
     with share(Counted): assert Counted.live == 1 and Counted.made == made+2
+
+def test_what_differs_in_more_than_its_arguments_is_another_back_end():
+    with share(Counted, of=1) as a, share(Counted, of=2) as b, share(Counted, of=1) as c: assert a is c is not b
+
+def test_a_database_that_was_replaced_is_served_anew(tmp_path):
+    path = company(tmp_path/"c.db", seed=0)
+    with closing(Environment(path, tools=("http",))) as old:
+        company(path, seed=1)
+        with closing(Environment(path, tools=("sql", "http"))) as new:
+            row = json.loads(new.http("/person/Ada"))["result"][0]["row"]
+            assert json.loads(new.sql("SELECT * FROM person WHERE name = 'Ada'"))["result"] == [list(row.values())]
+            assert json.loads(old.http("/person/Ada"))["result"][0]["row"] != row
 
 def test_a_back_end_that_does_not_start_leaves_nothing_behind():
     def broken(): raise OSError("no layer holds")

@@ -351,3 +351,4 @@ def test_a_near_duplicate_has_the_same_state_and_goal(task):
 def test_a_report_of_nothing_is_empty(task):
     table = report(match([], [row(task)]))
     assert table.loc["all"].drop("tasks").sum() == 0 and table.loc["all", "tasks"] == 1
+    assert report(match([row(task)], [])).loc["all"].sum() == 0 and without([1, 2], match([], [])) == [1, 2]

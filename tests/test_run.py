@@ -237,3 +237,8 @@ def test_publish_refuses_an_unfinished_run(tmp_path):
     (folder/"metrics.json").unlink()
     with pytest.raises(FileNotFoundError, match="not finished"): publish(folder, tmp_path/"results")
     assert not (tmp_path/"results").exists()
+
+def test_a_damaged_stage_is_named(tmp_path):
+    cached(tmp_path, "first", lambda: 1)
+    (tmp_path/"first.json").write_text('{"a": ')
+    with pytest.raises(ValueError, match=r"first\.json is damaged .*Delete it and repeat"): cached(tmp_path, "first", lambda: 2)

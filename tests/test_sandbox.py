@@ -7,7 +7,7 @@ import psutil,pytest
 from conftest import ROOT
 
 from agentrl_cookbook.task import jail,sandbox
-from agentrl_cookbook.task.sandbox import ATTEMPTS,NEEDS,PRELUDE,Pool,chosen,layers
+from agentrl_cookbook.task.sandbox import ATTEMPTS,GRACE,NEEDS,PRELUDE,Pool,chosen,layers
 from agentrl_cookbook.task.tools import failure,success
 
 HERE,SITE = layers(),str(Path(psutil.__file__).parent.parent)
@@ -57,8 +57,10 @@ def until(family, n):
 @pytest.mark.parametrize("name", ATTEMPTS)
 def test_attempt(pools, name):
     right,code = ATTEMPTS[name]
-    result = pools["timeout" not in right].run(PRELUDE+code)
+    pool,began = pools["timeout" not in right],time.monotonic()
+    result = pool.run(PRELUDE+code)
     assert kind(result) in right.split() and "ESCAPED" not in str(result)
+    assert time.monotonic()-began < pool.limits["seconds"]+GRACE+1
 
 def test_there_are_enough_attempts(): assert len(ATTEMPTS) >= 40
 
@@ -207,6 +209,9 @@ def test_runs_leave_no_growth(family, own):
     before,memory = held(),worker.memory_full_info().uss
     for _ in range(100): own.run("x = bytes(10**6)", {"a": "1"*10_000})
     assert held() == before and worker.memory_full_info().uss < memory+2**20
+
+def test_a_pool_without_workers_is_refused():
+    with pytest.raises(ValueError, match="workers=0 can run nothing"): Pool(workers=0)
 
 @pytest.mark.parametrize("names", SETS)
 def test_closing_leaves_nothing(family, names):

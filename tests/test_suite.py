@@ -78,6 +78,21 @@ def test_unknown_kinds_and_too_many(database, tmp_path):
     with pytest.raises(ValueError, match="few.db has only 0 tasks of kind chore: ask for fewer"): make_items(few, 1, kinds=["chore"])
     with pytest.raises(ValueError, match="tasks of kind dialogue"): make_items(few, 1, kinds=["dialogue"])
     assert len(make_items(few, 3, kinds=["call", "browse", "code"])) == 9
+    with pytest.raises(ValueError, match="split is 'dev': give train or test"): make_items(database, 1, split="dev")
+
+CITIES = "create table city(name text primary key, zone text); create table person(name text primary key, home text references city(name));"
+
+def test_databases_with_gaps(tmp_path):
+    "Rows without a value, tables that nothing leads to, keys that are missing: such a choice leads nowhere, and another is made"
+    gaps = write_database(tmp_path/"gaps.db", CITIES + "create table setting(name text primary key, value text)", dict(
+        city=[("Oslo", "north"), ("Rome", None), (None, "south")], setting=[("a", None), ("b", "2")],
+        person=[("Ada", "Oslo"), ("Ben", None), (None, "Oslo"), ("Cleo", "Rome")]))
+    for seed in range(10): assert len(make_items(gaps, 3, seed, kinds=["call", "browse", "code"])) == 9
+    blank = write_database(tmp_path/"blank.db", CITIES, dict(city=[("Oslo", None)], person=[("Ada", None)]))
+    none = write_database(tmp_path/"none.db", CITIES, {})
+    for path,kinds in ((blank, ("call", "browse", "dialogue", "chore")), (none, ("call", "browse", "dialogue", "chore"))):
+        for kind in kinds:
+            with pytest.raises(ValueError, match=f"{path.name} has only 0 tasks of kind {kind}: ask for fewer"): make_items(path, 1, kinds=[kind])
 
 
 # ---- the user ----
@@ -87,7 +102,7 @@ DESK = (dict(say="A question about a team.", facts=[(["which"], "Atlas."), (["wh
 
 @pytest.mark.parametrize("texts, said", [
     (["Which?"], "Atlas."), (["WHAT do you need?"], "Its field."), (["Which, and what?"], "Atlas. Its field."),
-    (["Hello?"], UNSURE), (["Why?"], UNSURE), (["sales"], "No, its lead."), (["sales", "Why?"], "I mixed them up."),
+    (["Hello?"], UNSURE), (["Why?"], UNSURE), (["Somewhat?"], UNSURE), (["Which? It is somewhat odd"], "No, its lead."), (["The whats?"], "Its field."), (["sales"], "No, its lead."), (["sales", "Why?"], "I mixed them up."),
     (["Which?", "sales", "Ada"], None), (["sales", "Which?"], UNSURE), ([""], "No, its lead.")])
 def test_what_the_user_says(texts, said): assert reply(DESK, texts) == said
 
@@ -177,6 +192,14 @@ def test_bad_calls_are_answered_and_counted(database, items):
     assert [kind for _,kind in record["calls"]] == ["malformed", "unknown_tool", "argument", "malformed"]
     assert record["strict"] and seen[1] == ["system", "user", "assistant", "tool", "tool", "tool", "tool"]
     assert [m["tool_call_id"] for m in record["messages"] if m["role"] == "tool"] == ["c0", "c1", "c2", "c3"]
+
+def test_code_that_never_ends_is_no_fault_of_the_tools(database, items, tmp_path):
+    "Its time-out counts as a call that failed, and the trial does not count as one in which the tools failed"
+    task = next(i for i in items if i.kind == "code")
+    script = iter([say(("python", '{"code": "while True: pass"}')), say(text=task.goal["answers"][0])])
+    [record] = run_suite(lambda messages, tools: next(script), [task], database, tmp_path)
+    assert record["calls"] == [["python", "timeout"]] and record["faults"] == 0 and record["strict"]
+    assert report([record])["recovery"] is None
 
 def test_an_agent_that_only_asks_runs_out_of_turns(database, items):
     talk = next(i for i in items if i.kind == "dialogue")

@@ -61,7 +61,8 @@ def reply(
     wish,said = 0,None
     for text in texts:
         if asks(text):
-            facts = [fact for words,fact in user[wish]["facts"] if any(w in text.lower() for w in words)]
+            def asked(words): return any(re.search(rf"\b{re.escape(w)}", text, re.I) for w in words)
+            facts = [fact for words,fact in user[wish]["facts"] if asked(words)]
             said = " ".join(facts) or UNSURE
         elif (wish := wish+1) < len(user): said = user[wish]["say"]
         else: return None
@@ -90,9 +91,10 @@ def make_call(
 )->Item|None:           # None where the choices lead nowhere
     "A question that one query answers"
     rows = {t: [row for (u,_),row in g.nodes.items() if u == t] for t in g.graph["tables"]}
-    table = r.choice([t for t in rows if rows[t] and g.graph["tables"][t]["columns"]])
+    if not (tables := [t for t in rows if rows[t] and g.graph["tables"][t]["columns"]]): return None
+    table = r.choice(tables)
     d,row = g.graph["tables"][table],r.choice(rows[table])
-    filled = [c for c in d["columns"] if row[c]]
+    if not (filled := [c for c in d["columns"] if row[c]]): return None
     chosen = r.sample(filled, r.randint(1, min(3, len(filled))))
     differ = [i > 0 and r.random() < 0.5 for i in range(len(chosen))]
     values = [r.choice(rows[table])[c] or row[c] if no else row[c] for c,no in zip(chosen, differ)]
@@ -125,17 +127,20 @@ def make_browse(
     def get(path):
         steps.append(("http", dict(path=path)))
         return respond(connection, g.graph["tables"], "v1", path)[1]
+    if not g: return None
     (table,key),steps,(begin,forward,back,end) = r.choice(list(g.nodes)),[],BROWSE[split]
     parts,page = [begin.format(table=table, key=key)],get(address("/v1", table, key))
     for _ in range(r.randint(2, 3)):
+        if not page["links"]: return None
         link,path = r.choice(list(page["links"].items()))
         page = get(path)
         if "rows" in page:
-            if not page["links"]: return None
+            if not any(page["links"][:1]): return None
             page = get(page["links"][0])
         if "row" not in page: return None
         parts.append((back if "." in link else forward).format(link=link))
-    column = r.choice([c for c,v in page["row"].items() if v])
+    if not (filled := [c for c,v in page["row"].items() if v]): return None
+    column = r.choice(filled)
     question = " ".join([*parts, end.format(column=column)])
     return item("browse", question, ["http"], page["row"][column], steps)
 
@@ -266,6 +271,7 @@ def make_items(
     "Tasks of each kind over a database"
     if unknown := [k for k in kinds if k not in MAKERS]:
         raise ValueError(f"There is no kind {unknown[0]!r}: the kinds are {', '.join(KINDS)}.")
+    if split not in ("train", "test"): raise ValueError(f"split is {split!r}: give train or test.")
     g,items,seen = graph(database),[],set()
     with closing(open_database(database)) as connection:
         for kind,i in [(k, i) for k in kinds for i in range(n)]:

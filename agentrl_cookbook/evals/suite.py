@@ -24,7 +24,6 @@ from ..reward.verifier import count_kinds
 from ..run import cached
 from ..task.api import read_schema
 from ..task.env import Environment,answer,schemas,service
-from ..task.faults import FAULTS
 from ..task.tools import TOOL_CALL,parse_call
 
 # %% ../../nbs/evals/suite.ipynb #e6209f1c
@@ -107,17 +106,16 @@ def play(
         else: break
         texts.append(message.get("content") or "")
         said = reply(item.user, texts)
-    calls = list(environment.calls)
     return dict(id=item.id, kind=item.kind, **score(item, texts, environment.outbox, run), turns=turns,
-                tokens=tokens, users=sum(m["role"] == "user" for m in messages), calls=calls,
-                faults=sum(kind in FAULTS for _,kind in calls), messages=messages[1:])
+                tokens=tokens, users=sum(m["role"] == "user" for m in messages),
+                calls=list(environment.calls), faults=environment.faults, messages=messages[1:])
 
 # %% ../../nbs/evals/suite.ipynb #9c3ebf56
 def run_suite(
     agent,                # Takes messages and tools, returns a message
     items:list,           # From `make_items`
     database:str|Path,    # The SQLite file that they are about
-    folder:str|Path,      # Keeps the records; one folder for each agent
+    folder:str|Path,      # Keeps the records; one folder for each agent, profile and seed
     profile:dict={},      # Faults of the tools, such as `PROFILES["light"]`
     trials:int=1,         # Times that every task is played
     seed:int=0,           # Of the faults
@@ -189,7 +187,7 @@ def report(
 def compare(
     a:list,  # Records of the first agent
     b:list,  # Records of the second one, on the same tasks
-)->dict:     # `difference` b - a with interval, `p` (two-sided), tasks `n`, and what so many tasks can show
+)->dict:     # `difference` b - a with interval, `p` (two-sided), tasks `n`, and what so many show unpaired
     "Two agents task by task (sign flips of the differences by task; with one trial each, McNemar's test)"
     def by_task(records):
         tasks = {}

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 from .graph import Facts,lookup
 from .render import closed
-from .synth import belongs
+from .synth import SPLITS,belongs
 from .tools import quoted
 
 # %% ../../nbs/task/compose.ipynb #0df46caf
@@ -226,7 +226,7 @@ def offers(
     found += [("window", c, *sorted([row[c] or "", other[c] or ""])) for c in pick("date")]
     return found + [("most", c) for c in pick("number")]
 
-# %% ../../nbs/task/compose.ipynb #03af2eac
+# %% ../../nbs/task/compose.ipynb #c7229826
 EXTRAS = dict(alias=.2, note=.2, by=.3, mail=.2)  # Chance that an operation goes to each of these
 
 def draw_plan(
@@ -264,7 +264,7 @@ def make_chore(
     f:Facts,   # The graph
     seed:int,  # Of the walk
     n:int,     # Operations
-)->Chore|None: # None where the walk got stuck, a fifth to a half of the time
+)->Chore|None: # None where the walk got stuck, as with a third to a half of the seeds
     "The chore of a seed"
     plan = draw_plan(f, random.Random(f"{seed} {n}"), n)
     return plan and finish(f, plan, seed)
@@ -280,6 +280,8 @@ def sample_chores(
     without:tuple=(),             # Names of operations that it may not have
 )->list[Chore]:                   # In random order, no task twice
     "Chores of one part of the split"
+    if split not in SPLITS: raise ValueError(f"split is {split!r}: give one of {', '.join(SPLITS)}.")
+    if not any(operations.values()): raise ValueError(f"operations is {operations}: give it a weight.")
     r,chores,tried = random.Random(f"{seed} {split}"),{},0
     numbers,weights = list(operations),list(operations.values())
     for i in count(seed*10**7):
@@ -303,9 +305,11 @@ def reached(
     if "answer" in goal and (answer or "").strip() != goal["answer"].strip(): return False
     return sent(goal.get("outbox", [])) == sent(outbox)
 
-# %% ../../nbs/task/compose.ipynb #d92cefb3
+# %% ../../nbs/task/compose.ipynb #43ca63a5
 def measured_difficulty(
     episodes_by_task:dict,  # By task id: whether each attempt of a reference policy reached the goal
 )->dict:                    # By task id: share of attempts that failed, 0 to 1
     "How hard tasks turned out to be"
+    if not all(map(len, episodes_by_task.values())):
+        raise ValueError("A task without an attempt has no measured difficulty: leave it out.")
     return {k: 1-sum(map(bool, won))/len(won) for k,won in episodes_by_task.items()}

@@ -144,7 +144,7 @@ def leaks(
         return dict(rows=sorted({i for i,seen in units if answer in seen}), chance=chance)
     return [judge(row, answer) for row,answer in zip(rows, answers)]
 
-# %% ../../nbs/task/contamination.ipynb #508f2af7
+# %% ../../nbs/task/contamination.ipynb #a36dec82
 WAYS = "text","key","near","seen","leak"
 
 def match(
@@ -170,7 +170,7 @@ def match(
         res.append(dict(kind=read_row(row)["kind"], text=index["text"].get(text(row), []),
                         key=index["key"].get(keys[1][j], []), near=near[j], seen=leak["rows"],
                         leak=leak["rows"] if leak["chance"] <= level else [], chance=leak["chance"]))
-    return pd.DataFrame(res)
+    return pd.DataFrame(res, columns=["kind", *WAYS, "chance"])
 
 def report(
     found:pd.DataFrame,  # From `match`
@@ -179,7 +179,7 @@ def report(
     def count(o): return pd.Series(dict(tasks=len(o)) | {k: sum(map(bool, o[k])) for k in WAYS} |
                                    dict(chance=round(o["chance"].sum(), 1)))
     table = {k: count(o) for k,o in found.groupby("kind")} | dict(all=count(found))
-    return pd.DataFrame(table).T
+    return pd.DataFrame(table).T.astype(dict.fromkeys(("tasks", *WAYS), int))
 
 def without(
     train:list,          # The rows that `found` was made of

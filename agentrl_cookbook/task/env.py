@@ -117,11 +117,12 @@ _shared,_lock = {},RLock()  # (process, maker, arguments): [back-end, number of 
 
 @contextmanager
 def share(
-    make,   # Starts a back-end that has `close`
-    *args,  # Its arguments
-):          # A context with the back-end
+    make,     # Starts a back-end that has `close`
+    *args,    # Its arguments
+    of=None,  # What else must be the same, such as the state of a file
+):            # A context with the back-end
     "One back-end for all who need the same: the first one starts it, the last one stops it"
-    key = os.getpid(),make,*args
+    key = os.getpid(),make,of,*args
     with _lock:
         if key not in _shared: _shared[key] = [make(*args), 0]
         entry = _shared[key]
@@ -143,11 +144,12 @@ def service(
         return share(Pool)
     if tool == "http":
         from agentrl_cookbook.task.api import Api
-        return share(Api, str(Path(database).resolve()))
+        file = Path(database).resolve().stat()  # a file that was replaced is another one
+        return share(Api, str(Path(database).resolve()), of=(file.st_ino, file.st_mtime_ns))
     from agentrl_cookbook.task.mail import Mail
     return share(Mail)
 
-# %% ../../nbs/task/env.ipynb #51556a25
+# %% ../../nbs/task/env.ipynb #5cbcef88
 @cache
 def showing(
     base:type,    # `Environment` or a class made from it
@@ -170,6 +172,7 @@ class Environment:
         tools:tuple=("sql",),     # Names out of `TOOLS`
         services:dict|None=None,  # Your own back-ends by tool; those missing are shared
         version:str="v1",         # Of the API, when an episode starts
+        limit:int|None=None,      # Most API requests of an episode; those beyond fail (`rate_limit`)
     ):
         self.database,self.profile,self.max_calls = database,check_profile(profile),max_calls
         self._services,self._callers = dict(services or {}),{}
@@ -179,7 +182,7 @@ class Environment:
                 if tool not in self._services:
                     self._services[tool] = stack.enter_context(service(tool, database))
                 if tool == "python": continue
-                self._callers[tool] = self._services[tool].open(*([version] if tool == "http" else []))
+                self._callers[tool] = self._services[tool].open(*([version, limit] if tool == "http" else []))
                 stack.callback(self._services[tool].forget, self._callers[tool])
             self.close = finalize(self, stack.pop_all().close)
         self.reset()
@@ -190,6 +193,7 @@ class Environment:
     )->None:
         "Start an episode"
         self.calls,self._luck = [],random.Random(f"{seed}")  # calls: (tool, kind), "ok" if all is well
+        self.faults = 0  # calls that were struck on purpose
         for tool,caller in self._callers.items(): self._services[tool].reset(caller)
 
     @property
@@ -202,12 +206,13 @@ class Environment:
         fault,kind = draw_fault(self._luck.random(), chances),None
         spent = len(self.calls) >= self.max_calls
         if spent: result = failure("budget", f"no more than {self.max_calls} calls")
-        elif fault in REPLIES: result = failure(fault, REPLIES[fault])
+        elif fault in REPLIES: kind,result = fault,failure(fault, REPLIES[fault])
         else:
             if fault == "version" and self._next_version(): kind = "version"
             result = run()
             if fault == "slow" and result["ok"]: kind = "slow"
         self.calls.append((tool, kind or result.get("kind", "ok")))
+        self.faults += kind is not None
         return result
 
     def _next_version(self):
@@ -243,7 +248,9 @@ def schemas(
     environment,  # An `Environment`
 )->list[dict]:    # As `tools=` of an OpenAI-style API takes them
     "The tools of an environment as JSON schemas"
-    return [schema(method) for method in tool_methods(environment).values()]
+    functions = [schema(method)["function"] for method in tool_methods(environment).values()]
+    return [dict(type="function", function={k: f[k] for k in ("name", "description", "parameters")})
+            for f in functions]
 
 def answer(
     environment,     # An `Environment`
@@ -272,6 +279,7 @@ def instructions(
         columns = {n: [row[1] for row in reader.execute(f"PRAGMA table_info({quoted(n)})")] for n in names}
     tables = "\n".join(f"{n}({', '.join(c)})" for n,c in columns.items())
     example = json.dumps(dict(name=tools[0], arguments=EXAMPLES[tools[0]]))
+    described = "\n".join(json.dumps(schema(method)) for method in tool_methods(environment).values())
     return (f"{TASK if tools == ['sql'] else CHORE}\n<tool_call>{example}</tool_call>\n"
             "Repeat a call that timed out. When you know the answer, write it alone.\n"
-            "Tools:\n" + "\n".join(json.dumps(s) for s in schemas(environment)) + f"\nTables:\n{tables}")
+            f"Tools:\n{described}\nTables:\n{tables}")

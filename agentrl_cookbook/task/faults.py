@@ -24,13 +24,17 @@ def check_profile(
     profile:dict,  # Probability by kind of fault, by tool
 )->dict:           # The same
     "Stop at a profile that cannot be meant"
+    if not isinstance(profile, dict) or not all(isinstance(chances, dict) for chances in profile.values()):
+        raise ValueError(f"{profile!r:.50} is no error profile: give probabilities by kind and tool, such as "
+                         "dict(sql=dict(slow=.1)).")
     for tool,chances in profile.items():
         if tool not in TOOLS:
             raise ValueError(f"There is no tool {tool!r} to fail: the tools are {', '.join(TOOLS)}.")
         for kind,p in chances.items():
             if kind not in FAULTS:
                 raise ValueError(f"There is no fault {kind!r}: the faults are {', '.join(FAULTS)}.")
-            if not 0 <= p <= 1: raise ValueError(f"{kind} of {tool} is {p}: give a probability from 0 to 1.")
+            if not isinstance(p, (int, float)) or not 0 <= p <= 1:
+                raise ValueError(f"{kind} of {tool} is {p!r}: give a probability from 0 to 1.")
             if kind == "version" and tool != "http":
                 raise ValueError(f"{tool} has no versions: give `version` for http only.")
         if sum(chances.values()) > 1+1e-9: raise ValueError(f"The faults of {tool} add up to more than 1.")
@@ -72,7 +76,7 @@ def fault_in(
     if status == 429: return "rate_limit"
     if status >= 500: return "server_error"
     if line.get("json") is False: return "bad_body"
-    if line.get("seconds", 0) >= slow: return "slow"
+    if (line.get("seconds") or 0) >= slow: return "slow"
     if line["tool"] == "http" and before and line.get("version", before) != before: return "version"
 
 # %% ../../nbs/task/faults.ipynb #6caf1c7e
@@ -82,7 +86,7 @@ def fit_profile(
 )->dict:                 # A profile
     "The error profile that a request log shows"
     requests,faults,version = Counter(),Counter(),{}
-    for i,text in enumerate(Path(log_jsonl).read_text().splitlines(), 1):
+    for i,text in enumerate(Path(log_jsonl).read_text(errors="replace").splitlines(), 1):
         if not text.strip(): continue
         try:
             line = json.loads(text)

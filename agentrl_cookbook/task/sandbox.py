@@ -70,7 +70,7 @@ def checked(
         if not isinstance(text, str): raise ValueError(f"The file {name} is no text: give text.")
     return files
 
-# %% ../../nbs/task/sandbox.ipynb #5fa8ffc0
+# %% ../../nbs/task/sandbox.ipynb #13bd073e
 GRACE = 10.0  # seconds that a worker may be late, on a busy machine
 CLOSED = "The pool of the sandbox is closed: make another."
 
@@ -94,6 +94,7 @@ class Pool:
         memory_mb:int=256,    # Address space of a run, MB; an idle interpreter takes 20
         max_output:int=2000,  # Most bytes that a run may print
     ):
+        if workers < 1: raise ValueError(f"workers={workers} can run nothing: give 1 or more.")
         self.layers,self.size,self.closed = chosen(layers()),workers,False
         self.limits = dict(seconds=seconds, memory_mb=memory_mb, max_output=max_output)
         self.folder = None if "mount" in self.layers else tempfile.mkdtemp()
