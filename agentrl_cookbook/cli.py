@@ -58,18 +58,15 @@ def table(
     widths = [max(map(len, col)) for col in zip(*rows)]
     return "\n".join("  ".join(o.ljust(w) for o,w in zip(row, widths)).rstrip() for row in rows)
 
-# %% ../nbs/cli.ipynb #2efd0209
+# %% ../nbs/cli.ipynb #83c251af
 def from_text(
     kind:str,  # Declared type of the parameter
     text:str,  # What was typed
 ):             # Text for a `str`, a float for a `float`, otherwise what YAML reads
     "Read a value from the command line"
     if kind == "str": return text
-    if kind == "float":
-        try: return float(text)
-        except ValueError: return text
-    try: return yaml.safe_load(text)
-    except yaml.YAMLError: return text
+    try: return float(text) if kind == "float" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError): return text
 
 def from_file(
     name:str,         # Name of the notebook
@@ -211,7 +208,7 @@ def _figure(value):
     if isinstance(value, dict): return ", ".join(f"{k}: {_figure(v)}" for k,v in value.items())
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
-# %% ../nbs/cli.ipynb #abbec6c2
+# %% ../nbs/cli.ipynb #b6cddd1b
 def run(
     name:str,          # Name of the notebook
     file:str="",       # A parameters file; "" for none
@@ -229,7 +226,8 @@ def run(
     command = shlex.join(command+[o for pair in pairs for o in ("-p", *pair)])
     with guarded(folder) as mine:
         if not mine: return _fail(1, f"This run is going on already: see `agentrl show {folder.name}`.")
-        if fresh: _empty(folder)
+        for p in folder.iterdir() if fresh else ():
+            if p.name != ".lock": shutil.rmtree(p) if p.is_dir() else p.unlink()
         done,executed = (folder/"metrics.json").exists(),folder/notebook.name
         if not done:
             print(f"{command}\n{_short(folder)}\n", flush=True)
@@ -240,11 +238,6 @@ def run(
         if not (done and executed.with_suffix(".html").exists()): page(executed)
         print("" if done else "\n", report(folder), sep="")
     return 0
-
-def _empty(folder):
-    "Remove what a run folder holds, except for its lock"
-    for p in folder.iterdir():
-        if p.name != ".lock": shutil.rmtree(p) if p.is_dir() else p.unlink()
 
 def _fail(code, sentence):
     "Say what went wrong and return the exit status"
@@ -263,23 +256,24 @@ def find_run(
     if not found: raise ValueError(f"There is no run `{run}` in {_short(root)}: see `agentrl list`.")
     return max(found, key=lambda p: p.stat().st_mtime)
 
-# %% ../nbs/cli.ipynb #187bb92c
+# %% ../nbs/cli.ipynb #8a9a2cf5
 def _list(args):
     rows = [(name, *describe(path)) for name,path in chapters().items()]
     print(table([(name, f"{len(params)} parameters" if params else "", about) for name,about,params in rows]))
-
 def _params(args):
     name,path = chapter(args.name)
     rows = [(k, d["type"], repr(d["default"]), d["help"]) for k,d in describe(path)[1].items()]
     print(table([("name", "type", "default", "meaning")]+rows) if rows else f"{name} takes no parameters.")
-
 def _run(args):
     seed = [] if args.seed is None else [("seed", args.seed)]
     return run(args.name, args.file, [tuple(o) for o in args.pairs]+seed, args.fresh)
-
 def _show(args): print(report(find_run(args.run)))
-
 def _publish(args): print(_short(runs.publish(find_run(args.run), checkout()/"nbs/results")))
+def _check_reward(args):
+    from agentrl_cookbook.reward import check
+    found = check.check_reward(args.function, args.episodes, args.plot)
+    print(table(check.as_rows(found)))
+    return int(any(f.passed is False for f in found))
 
 def _parser():
     "Arguments and help"
@@ -303,6 +297,11 @@ def _parser():
     p.add_argument("--fresh", action="store_true", help="throw away what an earlier run left")
     add(_show, "show the state and the results of a run", "show quickstart", *a_run)
     add(_publish, "put the results of a run on the pages", "publish quickstart", *a_run)
+    p = add(_check_reward, "check a reward function on recorded episodes; exit status 1 when a check fails",
+            "check-reward rewards:by_rule episodes.jsonl --plot checks.png", "function",
+            "MODULE:FUNCTION, such as rewards:by_rule; your rewards.py in this folder is imported and run")
+    p.add_argument("episodes", metavar="EPISODES", help="JSON lines; chapter reward/episodes has their form")
+    p.add_argument("--plot", default="", metavar="FILE", help="save the plot, such as checks.png")
     return top
 
 def main(
