@@ -10,7 +10,8 @@ NAMES = [p.relative_to(ROOT/"nbs").with_suffix("").as_posix() for p in sorted((R
 SMOKE = {"quickstart"}   # minutes at its defaults: test_quickstart runs it at smoke size
 TRAINS = {"policy/sft", "policy/optim", "policy/load", "policy/tiny", "loop/decode", "loop/rollout", "loop/edited",
           "loop/train", "loop/ppo", "loop/objectives", "evals/suite", "evals/monitor", "task/traces", "task/context",
-          "task/hygiene", "task/contamination"}  # floats and times differ between machines: not compared
+          "task/hygiene", "task/contamination", "reward/learnt", "reward/traps", "reward/credit",
+          "reward/hacks", "reward/reasons"}  # floats and times differ between machines: not compared
 
 def shown(path):
     "Text that the cells of a notebook show"
