@@ -91,7 +91,7 @@ def keep_mixed(
     mixed = reward_PG.max(1) > reward_PG.min(1)
     return sorted(range(len(reward_PG)), key=lambda i: not mixed[i])[:keep]
 
-# %% ../../nbs/loop/train.ipynb #95ed2463
+# %% ../../nbs/loop/train.ipynb #674274dc
 def train_rl(
     model,                  # The policy, after SFT
     tokenizer,              # Its tokenizer
@@ -109,6 +109,7 @@ def train_rl(
     cap:float=5.0,          # `epsilon_high`: largest weight of CISPO; of clipped objectives the part above 1
     max_tokens:int=224,     # Most tokens of an episode after the prompt
     max_turn_tokens:int=40, # Most tokens of one message of the policy
+    stop_on_illegal:bool=True,   # End an episode at its first illegal call
     warmup:int=10,          # Optimizer steps in which the learning rate rises
     seed:int=0,             # Of sampling and faults
     shuffle_rewards:bool=False,  # Deal the rewards to random episodes: the control
@@ -144,7 +145,8 @@ def train_rl(
         faults = [f"{seed}-{update}-{i}" for i in range(len(todo))]
         episodes = rollout(policy, tokenizer, environments, todo, faults, system=system,
                            temperature=trainer.temperature, generator=generator,
-                           max_tokens=max_tokens, max_turn_tokens=max_turn_tokens)
+                           max_tokens=max_tokens, max_turn_tokens=max_turn_tokens,
+                           stop_on_illegal=stop_on_illegal)
         paid = np.array(reward(episodes) if reward else [e.score.reward for e in episodes], dtype=float)
         if paid.shape != (len(episodes),) or not np.isfinite(paid).all():
             raise ValueError(f"reward must give a finite number for each of {len(episodes)} episodes.")
