@@ -30,3 +30,15 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+@pytest.fixture(scope="module")
+def database(tmp_path_factory):
+    "The default company, as an SQLite file"
+    from agentrl_cookbook.task.world import company
+    return company(tmp_path_factory.mktemp("company")/"company.db")
+
+@pytest.fixture(scope="module")
+def g(database):
+    "Its graph"
+    from agentrl_cookbook.task.graph import graph
+    return graph(database)

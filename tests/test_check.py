@@ -221,6 +221,7 @@ def test_unreadable_files_are_named(tmp_path):
 
 class Letters:
     "A tokenizer of one token a character"
+    eos_token = "|"
     def decode(self, ids): return "".join(map(chr, ids))
 
 def test_episodes_of_a_rollout_become_lines():

@@ -22,7 +22,6 @@ from agentrl_cookbook.task.context import (
     read_actions, scan_tasks, segments, sft_row, summary)
 from agentrl_cookbook.task.env import Environment
 from agentrl_cookbook.task.tools import TOOL_CALL, connect
-from agentrl_cookbook.task.world import company
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -164,9 +163,6 @@ def test_the_pure_part_needs_no_torch():
 
 
 # ---- The long task and its solver ----
-
-@pytest.fixture(scope="module")
-def database(tmp_path_factory): return company(tmp_path_factory.mktemp("company")/"company.db")
 
 def test_long_tasks_have_the_answer_that_one_query_gives(database):
     tasks = scan_tasks(database, 40, seed=3)

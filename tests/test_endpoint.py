@@ -139,9 +139,6 @@ def test_the_key_is_sent_and_never_said(name, monkeypatch):
 # ---- the suite over the wire ----
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory): return company(tmp_path_factory.mktemp("world")/"company.db")
-
-@pytest.fixture(scope="module")
 def items(database): return make_items(database, 2)
 
 def test_over_the_wire_and_in_the_process_are_the_same(database, items, tmp_path):

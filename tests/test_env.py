@@ -13,7 +13,6 @@ from agentrl_cookbook.task import env as chapter
 from agentrl_cookbook.task.env import Environment, answer, bad_argument, call, instructions, result_text, schemas, share, tool_methods
 from agentrl_cookbook.task.faults import (FAULTS, PENALTIES, PROFILES, REPLIES, TOOLS, check_profile, draw_fault, fit_profile,
                                           penalty, waited)
-from agentrl_cookbook.task.graph import graph
 from agentrl_cookbook.task.synth import sample_tasks
 from agentrl_cookbook.task.tools import ATTEMPTS, FUNCTIONS, connect, open_database, parse_call, schema, sql
 from agentrl_cookbook.task.world import company, write_database
@@ -23,13 +22,7 @@ KINDS = {"ok", "timeout", "sql", "denied", "too_large", "malformed", "unknown_to
 ALL = ("sql", "python", "http", "mail")
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory): return company(tmp_path_factory.mktemp("company")/"company.db")
-
-@pytest.fixture(scope="module")
 def guarded(database): return open_database(database)
-
-@pytest.fixture(scope="module")
-def g(database): return graph(database)
 
 @pytest.fixture(scope="module")
 def four(database):

@@ -6,7 +6,7 @@ import pytest
 from conftest import ROOT
 
 from agentrl_cookbook.reward.fidelity import RUNGS, code_passes
-from agentrl_cookbook.reward.hacks import CHANGES, GATHERS, HACKS, KEEPS, SPLITS, Problem, in_one, judge, problems, sort_of
+from agentrl_cookbook.reward.hacks import CHANGES, GATHERS, HACKS, KEEPS, Problem, in_one, judge, problems, sort_of
 from agentrl_cookbook.run import load_metrics, results
 from agentrl_cookbook.task.sandbox import Pool
 
@@ -14,7 +14,7 @@ from agentrl_cookbook.task.sandbox import Pool
 def pool():
     with Pool(workers=1, seconds=30) as pool: yield pool
 
-EVERY = [p for split in SPLITS for p in problems(split)]
+EVERY = [p for split in ("test", "rl", "sft") for p in problems(split)]
 FEW = [Problem("sum", "numbers above 3", "times 2"), Problem("list", "odd numbers", "as they are"),
        Problem("largest", "numbers below 7", "plus 9")]
 

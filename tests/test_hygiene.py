@@ -23,12 +23,6 @@ from agentrl_cookbook.task.world import company, office
 quick = settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory): return company(tmp_path_factory.mktemp("company")/"company.db")
-
-@pytest.fixture(scope="module")
-def g(database): return graph(database)
-
-@pytest.fixture(scope="module")
 def environment(database):
     with closing(Environment(database, max_calls=99)) as e: yield e
 

@@ -16,7 +16,7 @@ from agentrl_cookbook.reward.learnt import (DRESSES, ConsistentTrainer, auc, con
 from agentrl_cookbook.task.graph import graph
 from agentrl_cookbook.task.synth import all_tasks, make_task
 from agentrl_cookbook.task.tools import open_database, sql
-from agentrl_cookbook.task.world import COMPANY, company, write_database
+from agentrl_cookbook.task.world import COMPANY, write_database
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 quick = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -25,14 +25,8 @@ CALL = json.dumps(dict(name="sql", arguments=dict(query="SELECT home FROM person
 RULES = ("order", "tag", "call", "bold", "fence", "spaces")   # what a projection can take off
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory): return company(tmp_path_factory.mktemp("world")/"company.sqlite")
-
-@pytest.fixture(scope="module")
-def world(database): return graph(database)
-
-@pytest.fixture(scope="module")
-def texts(world):
-    chats = [[dict(role="user", content=t.question), dict(role="assistant", content=t.queries[0])] for t in all_tasks(world, 1)]
+def texts(g):
+    chats = [[dict(role="user", content=t.question), dict(role="assistant", content=t.queries[0])] for t in all_tasks(g, 1)]
     return trace_texts(chats)
 
 @pytest.fixture(scope="module")
@@ -76,14 +70,14 @@ def test_renaming_leaves_values_and_longer_words_alone():
         "SELECT h,homes FROM p WHERE name = 'home of Ada'"
     assert renamed("home", {}) == "home" and renamed("a b", dict(a="b", b="a")) == "b a"
 
-def test_a_renamed_schema_holds_the_same(database, world, tmp_path):
+def test_a_renamed_schema_holds_the_same(database, g, tmp_path):
     before = database.read_bytes()
     names = dict(person="staff", home="residence", name="label", city="town")
     new = graph(rename_schema(database, tmp_path/"new.sqlite", names))
     assert database.read_bytes() == before and not new.graph["left_out"]
     assert new.graph["tables"]["staff"]["fk"]["residence"] == ("town", "label")
     for hops in (1, 2):
-        old_tasks,new_tasks = list(all_tasks(world, hops)),{t.question: t for t in all_tasks(new, hops)}
+        old_tasks,new_tasks = list(all_tasks(g, hops)),{t.question: t for t in all_tasks(new, hops)}
         assert len(old_tasks) == len(new_tasks)
         for t in old_tasks:
             twin = new_tasks[renamed(t.question, names)]
@@ -91,18 +85,18 @@ def test_a_renamed_schema_holds_the_same(database, world, tmp_path):
 
 # ---- labels ----
 
-def test_counterfactual_calls_run_and_use_the_names_of_the_schema(database, world):
+def test_counterfactual_calls_run_and_use_the_names_of_the_schema(database, g):
     with closing(open_database(database)) as connection:
-        for t in list(all_tasks(world, 1))[::7]:
-            labelled = counterfactuals(t, world, seed=3)
+        for t in list(all_tasks(g, 1))[::7]:
+            labelled = counterfactuals(t, g, seed=3)
             assert [label for _,label in labelled] == [1.0, -.5, -.5, -.5] and labelled[0][0] == t.queries[0]
-            assert len({call for call,_ in labelled}) == 4 and labelled == counterfactuals(t, world, seed=3)
+            assert len({call for call,_ in labelled}) == 4 and labelled == counterfactuals(t, g, seed=3)
             results = [sql(connection, call) for call,_ in labelled]
             assert all(r["ok"] for r in results) and results[0]["result"] == [[t.answer]]
 
-def test_other_seeds_give_other_calls(world):
-    t = make_task(world, "person", "Ada", ("home",))
-    assert len({counterfactuals(t, world, seed)[1] for seed in range(20)}) > 5
+def test_other_seeds_give_other_calls(g):
+    t = make_task(g, "person", "Ada", ("home",))
+    assert len({counterfactuals(t, g, seed)[1] for seed in range(20)}) > 5
 
 def test_a_table_of_one_row_is_named(tmp_path):
     rows = dict(city=[("Oslo", "Norway", "north")], team=[("Atlas", "Oslo", None, "sales")])

@@ -23,20 +23,12 @@ from agentrl_cookbook.policy.tiny import encode_traces, tiny_config, tiny_policy
 from agentrl_cookbook.reward.verifier import Score
 from agentrl_cookbook.run import read_log
 from agentrl_cookbook.task.env import Environment
-from agentrl_cookbook.task.graph import graph
 from agentrl_cookbook.task.synth import sample_tasks, solve
-from agentrl_cookbook.task.world import company
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- One policy for all: 60 steps on a few tasks, enough to solve them greedily ----
-
-@pytest.fixture(scope="module")
-def database(tmp_path_factory): return company(tmp_path_factory.mktemp("company")/"company.db")
-
-@pytest.fixture(scope="module")
-def g(database): return graph(database)
 
 @pytest.fixture(scope="module")
 def tasks(g): return sample_tasks(g, 16, {1: .5, 2: .5}, seed=0, split="test")

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from agentrl_cookbook.loop.rollout import Episode
 from agentrl_cookbook.policy.tiny import encode_traces, trace_texts, train_tokenizer
-from agentrl_cookbook.reward.reasons import REWARDS, agreement, agrees, messages, plan_of, spoken, step_of_call, step_of_plan, step_of_query
+from agentrl_cookbook.reward.episodes import messages, spoken
+from agentrl_cookbook.reward.reasons import REWARDS, agreement, agrees, plan_of, step_of_call, step_of_plan, step_of_query
 from agentrl_cookbook.run import load_metrics, results
 from agentrl_cookbook.task.env import Environment
 from agentrl_cookbook.task.graph import graph, lookup

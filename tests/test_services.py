@@ -17,9 +17,6 @@ from agentrl_cookbook.task.world import company, write_database
 quick = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory): return company(tmp_path_factory.mktemp("company")/"company.db")
-
-@pytest.fixture(scope="module")
 def api(database):
     with closing(Api(database)) as api: yield api
 

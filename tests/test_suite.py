@@ -25,9 +25,6 @@ from agentrl_cookbook.task.world import company, write_database
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory): return company(tmp_path_factory.mktemp("world")/"company.db")
-
-@pytest.fixture(scope="module")
 def items(database): return make_items(database, 4)
 
 @pytest.fixture(scope="module")

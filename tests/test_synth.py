@@ -20,12 +20,6 @@ from agentrl_cookbook.task.world import company, flights, office, write_database
 quick = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 @pytest.fixture(scope="module")
-def database(tmp_path_factory): return company(tmp_path_factory.mktemp("company")/"company.db")
-
-@pytest.fixture(scope="module")
-def g(database): return graph(database)
-
-@pytest.fixture(scope="module")
 def sky(tmp_path_factory): return flights(tmp_path_factory.mktemp("flights")/"flights.db")
 
 def answers(connection, task):

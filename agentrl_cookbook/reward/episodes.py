@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['FIELDS', 'NEEDED', 'CALL', 'TWINS', 'HIDDEN', 'FLAWS', 'LENGTHS', 'rule', 'problem', 'read_episodes',
-           'write_episodes', 'load_reward', 'credits', 'as_row', 'was_cut', 'attempt', 'scripted']
+           'write_episodes', 'load_reward', 'credits', 'messages', 'spoken', 'as_row', 'was_cut', 'attempt', 'scripted']
 
 # %% ../../nbs/reward/episodes.ipynb #f968fcf4
 import importlib,json,random,sys,traceback
@@ -157,21 +157,38 @@ def credits(
         raise ValueError(f"The reward function gives {given!r:.60} for {name}: give a finite number.")
     return values
 
-# %% ../../nbs/reward/episodes.ipynb #2623e188
+# %% ../../nbs/reward/episodes.ipynb #c1524bb8
+def messages(
+    episode,    # An `Episode`
+    tokenizer,  # That it was played with
+)->list[str]:   # Without the mark of the end
+    "What the policy wrote, message by message"
+    rows,before = [],0
+    for token,mine in zip(episode.ids, episode.mask):
+        if mine and not before: rows.append([])
+        if mine: rows[-1].append(token)
+        before = mine
+    return [tokenizer.decode(row).removesuffix(tokenizer.eos_token) for row in rows]
+
+def spoken(
+    episode,          # An `Episode`
+    tokenizer,        # That it was played with
+)->list[tuple]:       # (plan, call) of each message with a call, as texts
+    "Plans and calls of an episode"
+    found = []
+    for text in messages(episode, tokenizer):
+        plan,mark,rest = text.partition(TOOL_CALL[0])
+        if mark: found.append((plan, rest.rsplit(TOOL_CALL[1], 1)[0]))
+    return found
+
 def as_row(
     episode,         # A scored `loop.rollout.Episode`
     tokenizer,       # Of the policy
     domain:str="",   # Where the task comes from
 )->dict:             # A line
     "An episode of a training run as a line"
-    texts,last = [[]],1
-    for token,mine in zip(episode.ids, episode.mask):
-        if mine and not last: texts.append([])
-        if mine: texts[-1].append(token)
-        last = mine
-    texts = [tokenizer.decode(ids).split(TOOL_CALL[0], 1)[-1].rsplit(TOOL_CALL[1], 1)[0] for ids in texts]
-    calls = [dict(tool=tool, kind=kind, text=text, observed=seen)
-             for (tool,kind),text,seen in zip(episode.calls, texts, episode.observed)]
+    calls = [dict(tool=tool, kind=kind, text=text, observed=seen) for (tool,kind),(_,text),seen
+             in zip(episode.calls, spoken(episode, tokenizer), episode.observed)]
     task = episode.task
     return dict(task=task.id, domain=domain, question=task.question, expected=task.answer, calls=calls,
                 answer=episode.answer, success=bool(episode.success),
