@@ -155,7 +155,7 @@ def test_a_slice_run_again_agrees_with_what_was_published(tmp_path):
     record = PUBLISHED[-1]
     [rate] = {s["rate"] for s in record["metrics"]["search"] if (s["method"], s["age"]) == ("GRPO", 4)}
     [then] = [r for r in record["metrics"]["runs"] if (r["method"], r["age"], r["seed"]) == ("GRPO", 4, 0)]
-    given = {k: record["params"][k] for k in ("sft_steps", "updates", "n_heldout")}
+    given = {k: record["params"][k] for k in ("sft_steps", "sft_long", "updates", "n_heldout")}
     papermill.execute_notebook(ROOT/"nbs/loop/objectives.ipynb", tmp_path/"out.ipynb", progress_bar=False, cwd=ROOT, parameters=dict(
         given, methods="GRPO", ages="4", rates=f"{rate:.10f}", seeds=1, out_dir=str(tmp_path)))
     now = load_metrics(tmp_path)
