@@ -11,8 +11,9 @@ from torch.distributions import Bernoulli, kl_divergence
 from trl import RewardTrainer
 
 from agentrl_cookbook.policy.tiny import tiny_policy, trace_texts, train_tokenizer
-from agentrl_cookbook.reward.learnt import (DRESSES, ConsistentTrainer, auc, consistency, counterfactuals, dressed, encode_pairs,
-    label_pairs, last_layers, moved, project, rename_schema, renamed, reward_model, score_texts, train_reward, with_twins)
+from agentrl_cookbook.reward.learnt import (DRESSES, ConsistentTrainer, consistency, counterfactuals, dressed, encode_pairs,
+    label_pairs, last_layers, moved, paired_auc, project, rename_schema, renamed, reward_model, score_texts, train_reward,
+    with_twins)
 from agentrl_cookbook.task.graph import graph
 from agentrl_cookbook.task.synth import all_tasks, make_task
 from agentrl_cookbook.task.tools import open_database, sql
@@ -38,9 +39,9 @@ def tokenizer(texts): return train_tokenizer(texts)
 @given(scores)
 def test_auc_is_mann_whitney(pairs):
     good,bad = np.array(pairs).T
-    value,low,high = auc(good, bad)
+    value,low,high = paired_auc(good, bad)
     assert math.isclose(value, mannwhitneyu(good, bad).statistic/len(good)**2, abs_tol=1e-12)
-    assert low <= value <= high and math.isclose(value+auc(bad, good)[0], 1, abs_tol=1e-12)
+    assert low <= value <= high and math.isclose(value+paired_auc(bad, good)[0], 1, abs_tol=1e-12)
 
 def test_interval_of_the_auc_holds_what_it_promises():
     "Scores of one question go together; the true AUC of two normals one apart is 0.760"
@@ -48,12 +49,12 @@ def test_interval_of_the_auc_holds_what_it_promises():
     for _ in range(400):
         shared = rng.normal(size=60)
         good,bad = (shared*.5**.5+rng.normal(size=60)*.5**.5+shift for shift in (1, 0))
-        _,low,high = auc(good, bad)
+        _,low,high = paired_auc(good, bad)
         held += low <= 0.7602 <= high
     assert .92 <= held/400 <= .98
 
 def test_scores_without_a_partner_are_refused():
-    with pytest.raises(ValueError, match="3 good and 2 bad scores: give one of each for every question"): auc([1, 2, 3], [1, 2])
+    with pytest.raises(ValueError, match="3 good and 2 bad scores: give one of each for every question"): paired_auc([1, 2, 3], [1, 2])
 
 @quick
 @given(scores, st.floats(.1, 9), st.floats(-9, 9))
@@ -200,7 +201,7 @@ def test_training_learns_a_word_and_only_where_it_may(tokenizer, texts, tmp_path
         runs.append(score_texts(model, tokenizer, good+bad))
         changed = {k for k,v in model.state_dict().items() if not torch.equal(v, before[k])}
         assert changed and not any("embed" in k or "layers.0." in k for k in changed) and "score.weight" in changed
-    assert np.array_equal(*runs) and auc(runs[0][:len(good)], runs[0][len(good):])[0] > .95
+    assert np.array_equal(*runs) and paired_auc(runs[0][:len(good)], runs[0][len(good):])[0] > .95
 
 def test_last_layers_that_are_not_there(tokenizer):
     with pytest.raises(ValueError, match="n is 3: the model has 2 layers"): last_layers(reward_model(tokenizer), 3)

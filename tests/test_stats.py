@@ -9,7 +9,8 @@ from hypothesis import given, settings, strategies as st
 from scipy.stats import binomtest, norm
 
 from agentrl_cookbook.evals.stats import (
-    cluster_bootstrap, detectable, paired_test, pass_at_k, pass_hat_k, success_interval, wilson)
+    cluster_bootstrap, detectable, in_words, paired_test, pass_at_k, pass_hat_k, success_interval, wilson)
+from agentrl_cookbook.run import mean_interval
 
 quick = settings(max_examples=80, deadline=None, derandomize=True)
 counts = st.integers(1, 400).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
@@ -159,3 +160,14 @@ def test_certainty_is_never_claimed():
     assert success_interval([0, 0], "ab") == (0.0, *wilson(0, 2))
     assert success_interval([1, 0, 1], "abc") == (2/3, *wilson(2, 3))
     assert success_interval([1, 0, 1, 1], "aabb") == cluster_bootstrap([1, 0, 1, 1], list("aabb"))
+
+
+# ---- a difference over seeds ----
+
+@quick
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=8))
+def test_words_follow_the_interval(values):
+    _,low,high = mean_interval(values)
+    word = in_words(values).split(", ")[-1]
+    assert word == ("more" if low > 0 else "less" if high < 0 else "no difference")
+    assert in_words([-v for v in values]).endswith(dict(more="less", less="more").get(word, word))

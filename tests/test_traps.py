@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from agentrl_cookbook.algo.advantage import group_advantages, zero_variance
 from agentrl_cookbook.reward.traps import (WEIGHTS, add_rewards, advantages, filled, helped, paid, parts, rehearsed,
-                                           standardised, tool_used, was_cut, watch, whole, with_signal)
+                                           standardised, tool_used, out_of_tokens, watch, whole, with_signal)
 from agentrl_cookbook.task.faults import PROFILES
 
 quick = settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -55,9 +55,9 @@ def test_a_filled_reward_has_no_advantage_and_moves_no_mean(reward_B):
 
 def test_tool_and_cut():
     assert [tool_used(c) for c in ([], OK, [("sql", "ok"), ("http", "timeout")])] == ["none", "sql", "http"]
-    assert was_cut(made(OK, None)) and was_cut(made([("sql", "timeout")], None)) and was_cut(made([], None))
-    assert not was_cut(made(OK, "")) and not was_cut(made(ILLEGAL, None))
-    assert not was_cut(made([*OK, ("sql", "budget")], None))
+    assert out_of_tokens(made(OK, None)) and out_of_tokens(made([("sql", "timeout")], None)) and out_of_tokens(made([], None))
+    assert not out_of_tokens(made(OK, "")) and not out_of_tokens(made(ILLEGAL, None))
+    assert not out_of_tokens(made([*OK, ("sql", "budget")], None))
 
 def test_watch():
     batch = [made(OK), made([("http", "slow")]), made([], ""), made(OK, None), made(), made(), made(), made()]

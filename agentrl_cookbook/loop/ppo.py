@@ -45,7 +45,7 @@ def explained_variance(
 class PPOTrainer(AgentTrainer):
     "PPO with a critic that shares the backbone; TRL's clipped loss for the policy"
     def __init__(self, model, *args,
-        lam:float=0.95,           # GAE's weight of the token before
+        lam:float=1.0,            # GAE's weight of the token before
         value_coef:float=0.5,     # Weight of the critic's loss
         critic_warmup:int=10,     # Optimizer steps that train the critic alone
         entropy_to:float=0.0,     # Where the entropy bonus ends; it starts at `entropy_coef`
@@ -112,7 +112,7 @@ def train_ppo(
     folder,                   # For checkpoints
     eps:float=0.2,            # No push beyond this distance of the ratio from 1
     dual:float=3.0,           # No push down above this ratio
-    lam:float=0.95,           # GAE's weight of the token before
+    lam:float=1.0,            # GAE's weight of the token before, 0 to 1 (2503.24290 has 1)
     value_coef:float=0.5,     # Weight of the critic's loss
     critic_warmup:int=10,     # Optimizer steps that train the critic alone
     entropy_to:float=0.0,     # Where the entropy bonus ends

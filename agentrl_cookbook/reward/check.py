@@ -267,8 +267,10 @@ def draw(
     a.hist([m.table.reward[won == k] for k in names], 24, label=names.values())
     a.set(title="Rewards", xlabel="reward of an episode", ylabel="episodes")
     groups = m.table.groupby("group").agg(x=("success", "mean"), y=("reward", lambda r: r.std(ddof=0)))
-    b.scatter(groups.x, groups.y, alpha=.4)
-    b.set(title="Spread within each group", xlabel="success rate [-]", ylabel="standard deviation of reward")
+    spots = groups.round(6).value_counts().reset_index(name="n")
+    b.scatter(spots.x, spots.y, 20+400*spots.n/len(groups), alpha=.4)
+    b.set(title="Spread within each group (area: how many)", xlabel="success rate [-]",
+          ylabel="standard deviation of reward")
     c.imshow(matrix, cmap="coolwarm", vmin=-1, vmax=1)
     for i,j in np.argwhere(matrix.notna()): c.text(j, i, f"{matrix.iloc[i, j]:.2f}", ha="center", va="center")
     c.set(title="Correlations", yticks=range(len(matrix)), yticklabels=matrix.columns, xticks=[])
