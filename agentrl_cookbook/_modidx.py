@@ -728,6 +728,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'agentrl_cookbook/reward/twins.py'),
                                                'agentrl_cookbook.reward.twins.idle': ( 'reward/twins.html#idle',
                                                                                        'agentrl_cookbook/reward/twins.py'),
+                                               'agentrl_cookbook.reward.twins.padded': ( 'reward/twins.html#padded',
+                                                                                         'agentrl_cookbook/reward/twins.py'),
                                                'agentrl_cookbook.reward.twins.relaid': ( 'reward/twins.html#relaid',
                                                                                          'agentrl_cookbook/reward/twins.py'),
                                                'agentrl_cookbook.reward.twins.renamed': ( 'reward/twins.html#renamed',

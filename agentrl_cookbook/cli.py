@@ -271,8 +271,9 @@ def _show(args): print(report(find_run(args.run)))
 def _publish(args): print(_short(runs.publish(find_run(args.run), checkout()/"nbs/results")))
 def _check_reward(args):
     from agentrl_cookbook.reward import check
-    found = check.check_reward(args.function, args.episodes, args.plot)
-    print(table(check.as_rows(found)))
+    found,matrix = check.check_reward(args.function, args.episodes, args.plot)
+    matrix = (matrix.round(2)+0).to_string(na_rep="-")
+    print(table(check.as_rows(found)), "", "correlations", matrix, sep="\n")
     return int(any(f.passed is False for f in found))
 
 def _parser():

@@ -13,7 +13,8 @@ from agentrl_cookbook import cli
 from agentrl_cookbook.reward import check as checks
 from agentrl_cookbook.reward.episodes import (
     TWINS, as_row, credits, load_reward, problem, read_episodes, rule, scripted, was_cut, write_episodes)
-from agentrl_cookbook.reward.twins import MADE, renamed, struck, twins
+from agentrl_cookbook.reward.shaping import progress
+from agentrl_cookbook.reward.twins import MADE, padded, renamed, struck, twins
 from agentrl_cookbook.task.tools import parse_call
 from agentrl_cookbook.task.world import company
 
@@ -43,7 +44,10 @@ SOUND = dict(
     rough=lambda e: rule(e)+0.4*bits(e),
     by_turns=lambda e: [rule(e)*0.99**k for k in range(len(e["calls"]), -1, -1)],
     by_parts=lambda e: [0.3*rule(e)]*len(e["calls"])+[0.5*rule(e)],
-    overlong=lambda e: rule(e)-0.5*was_cut(e))
+    overlong=lambda e: rule(e)-0.5*was_cut(e),
+    fined=lambda e: rule(e)-0.3*any(c["kind"] == "malformed" for c in e["calls"]),
+    once=lambda e: rule(e)+0.1*(ok(e) > 0),
+    by_potential=lambda e: rule(e)+0.3*progress([c["observed"] for c in e["calls"]], [e["expected"]])[-2])
 
 def by_tool(e):
     "Each call is paid by its own tool, http in hundreds"
@@ -61,9 +65,12 @@ def exact_count(e): return rule(e)*(len(e["calls"]) == len(e["queries"]))
 def harsh(e): return 0.0 if not e["calls"] else 1.0 if rule(e) else -5.0
 def ending(e): return 1.0 if e["answer"] and e["calls"] and e["calls"][-1]["kind"] == "ok" else 0.0
 def hopeful(e): return [0.1*(c["kind"] == "ok") for c in e["calls"]]+[0.1*rule(e)]
+def busy(e): return rule(e)+0.1*ok(e)
+def eager(e): return 3*rule(e)+0.2*len(e["calls"])
 def half_paid(e): return 1.0 if e["calls"] and rule(e) else 0.9*bool(ok(e))*(e["answer"] is None)
 TRAPS = dict(by_tool="scale", gold="schema", last_only="reach", vain="decoration", bold="decoration", all_at_once="groups",
-             elsewhere="domains", exact_count="faults", harsh="idle", ending="early", hopeful="tools", half_paid="unfinished")
+             elsewhere="domains", exact_count="faults", harsh="idle", ending="early", hopeful="tools", half_paid="unfinished",
+             busy="padding", eager="padding")
 
 @pytest.mark.parametrize("name", SOUND)
 def test_sound_rewards_pass_everything(rows, name):
@@ -129,6 +136,19 @@ def test_spread_within_groups():
     assert np.isclose(checks.within(table), inside/table.reward.var(ddof=0))
     assert checks.within(table.assign(reward=1.0)) == 0 and checks.no_spread(table.query("group == 'a'")) == {}
 
+@pytest.mark.parametrize("values, said", [
+    ([1, 1, 1, 1], "constant, 1 values, 0.00 bits"), ([0, 0, 1, 1], "binary, 2 values, 1.00 bits"),
+    ([0, 0, 0, 1], "binary, 2 values, 0.81 bits"),           # 1/4*2 + 3/4*log2(4/3) = 0.811
+    ([0, 0, 1, 2], "discrete, 3 values, 1.50 bits"), ([0, 1, 2, 3], "discrete, 4 values, 2.00 bits")])
+def test_entropy_of_discrete_rewards(rows, values, said):
+    table = checks.measure(rule, rows).table
+    m = SimpleNamespace(table=table.assign(reward=np.resize(values, len(table)).astype(float)))
+    assert checks.about_spread(m)[0].detail.startswith(said)
+
+def test_continuous_rewards_have_no_entropy(rows):
+    detail = checks.about_spread(checks.measure(bits, rows))[0].detail
+    assert detail.startswith("continuous") and "bits" not in detail
+
 def test_where_failures_part():
     def row(texts, success, group="g"): return dict(group=group, success=success, calls=[dict(text=t) for t in texts])
     places = checks.parting([row("abc", True), row("axy", False), row("aabz", False), row("abc", False), row("", False),
@@ -145,8 +165,17 @@ def test_correlations_show_pay_for_calls(rows):
 def test_the_rule_keeps_to_the_twins(rows):
     for row in rows:
         for kind in "layout","schema","faults": assert all(rule(t) == rule(row) for t in twins(row, kind)), kind
-        for kind in "decoration","unfinished","idle": assert all(rule(t) <= rule(row) for t in twins(row, kind)), kind
-    assert set(MADE) == set(TWINS) and not any(rule(t) for row in rows for t in twins(row, "idle"))
+        for kind in "decoration","padding","unfinished","idle": assert all(rule(t) <= rule(row) for t in twins(row, kind)), kind
+    assert set(MADE) == {*TWINS, "padding"} and not any(rule(t) for row in rows for t in twins(row, "idle"))
+
+def test_padding_repeats_the_last_call_that_worked(rows):
+    bad = CALL | dict(kind="malformed")
+    [twin] = twins(ONE | dict(twins={}, calls=[bad, CALL, bad]), "padding")
+    assert twin["calls"] == [bad, CALL, CALL, CALL, CALL, bad]
+    assert padded(ONE | dict(calls=[bad])) == padded(ONE | dict(calls=[])) == []
+    found = checks.judge(checks.measure(lambda e: 1+rule(e)+0.1*ok(e), rows))[-1]
+    table = pd.DataFrame(dict(won=[rule(r) for r in rows], ok=[ok(r) for r in rows])).groupby("won").ok.mean()
+    assert found.name == "padding" and np.isclose(found.figure, 0.3/(1+0.1*(table[1]-table[0])))
 
 def test_renaming_is_consistent_and_keeps_values(rows):
     for row in rows[::7]:
@@ -286,8 +315,12 @@ def agentrl(folder, *args): return subprocess.run([AGENTRL, *args], cwd=folder, 
 def test_the_command_passes_a_sound_reward(folder):
     done = agentrl(folder, "check-reward", "rewards:good", "e.jsonl")
     assert done.returncode == 0 and not done.stderr, done.stderr
-    head,*lines = done.stdout.splitlines()
+    listed,_,matrix = done.stdout.partition("\n\ncorrelations\n")
+    head,*lines = listed.splitlines()
     assert head.split()[:4] == ["check", "verdict", "figure", "limit"]
+    head,*figures = matrix.splitlines()
+    assert head.split() == "success reward calls paid: sql paid: http".split() and len(figures) == 5
+    assert figures[0].split()[:3] == ["success", "1.00", "1.00"]  # the reward is the verdict
     assert [l.split()[0] for l in lines] == list(checks.LIMITS) and all(l.split()[1] == "pass" for l in lines)
 
 def test_the_command_finds_a_trap_and_saves_the_plot(folder):

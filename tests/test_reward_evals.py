@@ -16,6 +16,7 @@ from agentrl_cookbook.evals.monitor import (
     ExpertLoad, Monitor, batch_stats, kl_estimates, load_entropy, max_violation, sampled_logp)
 from agentrl_cookbook.loop.rollout import Episode
 from agentrl_cookbook.policy.tiny import tiny_policy, trace_texts, train_tokenizer
+from agentrl_cookbook.reward.rules import match_set, within_budget
 from agentrl_cookbook.reward.verifier import KINDS, Score, count_kinds, read_values, verify
 from agentrl_cookbook.run import read_log
 from agentrl_cookbook.task.env import Environment
@@ -87,6 +88,13 @@ def test_all_kinds_are_counted_in_one_order():
     scores = [Score(0.0, "wrong_answer", ""), Score(1.0, "right", ""), Score(0.0, "wrong_answer", "")]
     assert count_kinds(scores) == dict(right=1, illegal_call=0, no_answer=0, wrong_answer=2, not_observed=0)
     assert list(count_kinds([])) == list(KINDS)
+
+def test_kinds_of_other_rules_are_counted_after_those_of_the_verifier():
+    others = [match_set("Oslo", "Oslo, Rome"), *[within_budget(dict(calls=9), dict(calls=8))]*2]
+    counts = count_kinds([*others, Score(1.0, "right", "")])
+    assert counts == dict.fromkeys(KINDS, 0) | dict(right=1, budget=2, missing_item=1)
+    assert list(counts) == [*KINDS, "budget", "missing_item"]
+    assert batch_stats([episode(score=s) for s in others])["score_kinds"]["budget"] == 2
 
 
 # ---- a world ----

@@ -124,7 +124,7 @@ def within(
     inside = (table.reward-table.groupby("group").reward.transform("mean")).var(ddof=0)
     return float(inside/total) if total > 0 else 0.0
 
-# %% ../../nbs/reward/check.ipynb #72c39a6f
+# %% ../../nbs/reward/check.ipynb #033e7af4
 LIMITS = {  # name: (comparison, limit, what to do)
     "success": (">=", .75, "pay successes more than failures: score by a rule first"),
     "domains": (">=", .75, "collect pairs from the worst domain, or use one reward a domain"),
@@ -142,7 +142,8 @@ LIMITS = {  # name: (comparison, limit, what to do)
     "layout": ("<=", .1, "white space changes the reward: compare values, not texts"),
     "decoration": ("<=", .1, "tags or phrases are paid: strip them before scoring"),
     "schema": ("<=", .1, "names of the schema are judged: judge results, not the text of calls"),
-    "faults": ("<=", .1, "a repeated fault costs reward: do not count what the tool did")}
+    "faults": ("<=", .1, "a repeated fault costs reward: do not count what the tool did"),
+    "padding": ("<=", .1, "repeated calls are paid: pay for what a call reads for the first time")}
 
 class Finding(NamedTuple):
     "One line of the checklist"
@@ -161,7 +162,7 @@ def finding(
     good = figure >= limit-1e-9 if sign == ">=" else figure <= limit+1e-9
     return Finding(name, None if np.isnan(figure) else bool(good), float(figure), detail)
 
-# %% ../../nbs/reward/check.ipynb #38f690c5
+# %% ../../nbs/reward/check.ipynb #6f7d91ae
 def _by(figures): return ", ".join(f"{k or '?'} {v:.2f}" for k,v in figures.items() if not np.isnan(v))
 def _worst(figures, pick=min): return pick((v for v in figures.values() if not np.isnan(v)), default=np.nan)
 
@@ -176,8 +177,9 @@ def about_spread(m):
     share = m.table.reward.round(9).value_counts(normalize=True)
     shape = {1: "constant", 2: "binary"}.get(len(share), "discrete" if len(share) <= 20 else "continuous")
     atoms = ", ".join(f"{k:.4g}: {v:.0%}" for k,v in share[:3].items())
+    bits = f", {0-(share*np.log2(share)).sum():.2f} bits" if len(share) <= 20 else ""
     flat = no_spread(m.table)
-    return [finding("shape", share.iloc[0], f"{shape}, {len(share)} values, {atoms}"),
+    return [finding("shape", share.iloc[0], f"{shape}, {len(share)} values{bits}, {atoms}"),
             finding("groups", _worst(flat, max), f"no spread, by number of tools: {_by(flat)}"),
             finding("attempts", within(m.table), "share of the variance within groups")]
 
@@ -217,13 +219,13 @@ def about_time(m):
             finding("long", ratio, f"gap {more:.2f} from {long.calls.min()} calls up, {less:.2f} up to "
                                    f"{short.calls.max()}")]
 
-# %% ../../nbs/reward/check.ipynb #6dd7360f
+# %% ../../nbs/reward/check.ipynb #59e4fd10
 def about_twins(m):
     "Does a change that means nothing move the reward, and is half an episode worth less?"
     base,unit = unit_of(m.table)
     t,lost = m.twins.assign(share=m.twins.change/unit),m.table[~m.table.success]
     def moved(kind): return t.share[(t.kind == kind) & (t.success | (kind == "layout"))].abs().mean()
-    rise = t[t.kind == "decoration"].groupby(["variant", "success"]).share.mean()
+    rise = t.groupby(["kind", "variant", "success"]).share.mean().groupby("kind").max().reindex(MADE)
     half = t.reward[(t.kind == "unfinished") & t.success].mean()
     idle = t[t.kind == "idle"].groupby("variant").reward.mean().max()
     told = abs(lost.reward[lost.cut].mean()-lost.reward[~lost.cut].mean()) > .05*unit
@@ -231,8 +233,9 @@ def about_twins(m):
             finding("idle", (m.table.reward.mean()-idle)/unit, "what trying pays more than doing nothing"),
             finding("overflow", 0.0 if told else lost.cut.mean(), "cut failures, if paid like others"),
             finding("layout", moved("layout"), "mean change"),
-            finding("decoration", rise.max(), "largest mean rise"),
-            *[finding(k, moved(k), "mean change of successes") for k in ("schema", "faults")]]
+            finding("decoration", rise.decoration, "largest mean rise"),
+            *[finding(k, moved(k), "mean change of successes") for k in ("schema", "faults")],
+            finding("padding", rise.padding, "mean rise with three calls more, successes or failures")]
 
 # %% ../../nbs/reward/check.ipynb #432ee3eb
 def judge(
@@ -291,15 +294,15 @@ def draw(
     for ax in (a, e, f): ax.legend()
     return fig
 
-# %% ../../nbs/reward/check.ipynb #1c40ff68
+# %% ../../nbs/reward/check.ipynb #4691d1f5
 def check_reward(
     name:str,        # `MODULE:FUNCTION`
     episodes:str,    # A file of JSON lines
     plot:str="",     # File to save the plot in; "" for none
-)->list[Finding]:    # As `judge` gives them
+)->tuple:            # Findings as `judge` gives them, and the table of `correlations`
     "Check a reward function on recorded episodes"
     measured = measure(load_reward(name), read_episodes(episodes))
     if plot:
         try: draw(measured).savefig(plot)
         except OSError as e: raise ValueError(f"Cannot write the plot {plot}: {e.strerror}.") from None
-    return judge(measured)
+    return judge(measured),correlations(measured)

@@ -28,7 +28,7 @@ def read_values(
         with suppress(ValueError, TypeError, KeyError): values |= _leaves(json.loads(text)["result"])
     return values
 
-# %% ../../nbs/reward/verifier.ipynb #dd31d800
+# %% ../../nbs/reward/verifier.ipynb #b3ae6500
 KINDS = ("right", "illegal_call", "no_answer", "wrong_answer", "not_observed")
 LEGAL = ("ok", *FAULTS)
 
@@ -36,7 +36,7 @@ LEGAL = ("ok", *FAULTS)
 class Score:
     "The verdict on one episode"
     reward:float   # 1.0 for a success, else 0.0
-    kind:str       # One of `KINDS`
+    kind:str       # One of `KINDS`; other rules have others
     evidence:str   # What was found, in words
 
 # %% ../../nbs/reward/verifier.ipynb #c242e906
@@ -56,10 +56,10 @@ def verify(
         return Score(0.0, "not_observed", f"'{answer}' is in none of the {len(observed)} tool results")
     return Score(1.0, "right", f"'{answer}' is expected and was read")
 
-# %% ../../nbs/reward/verifier.ipynb #470bef78
+# %% ../../nbs/reward/verifier.ipynb #3e5b515c
 def count_kinds(
     scores:list,  # `Score` of each episode
-)->dict:          # Number of episodes by kind, in the order of `KINDS`
+)->dict:          # Number of episodes by kind: all of `KINDS`, then others that occur, sorted
     "Count the kinds of a batch"
     counts = Counter(s.kind for s in scores)
-    return {kind: counts[kind] for kind in KINDS}
+    return {kind: counts[kind] for kind in (*KINDS, *sorted(set(counts)-set(KINDS)))}
