@@ -38,7 +38,8 @@ CALL = dict(tool="the name of the tool", kind="how it ended, `ok` when it worked
             text="what the policy wrote", observed="what it read")
 TWINS = dict(layout="other white space", decoration="tags or phrases around the answer",
              schema="other names of tables and columns", faults="faults that were repeated",
-             unfinished="no second half and no answer", idle="no call and no answer")
+             unfinished="no second half and no answer", idle="no call and no answer",
+             padding="the last working call, three times more")
 
 # %% ../../nbs/reward/episodes.ipynb #823f1cee
 def rule(

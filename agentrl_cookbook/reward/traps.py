@@ -67,7 +67,8 @@ def watch(
     return dict(
         tools={t: share(u == t for u in tools) for t in sorted(set(tools))},
         advantage={t: of_tool(t) for t in sorted(set(tools))}, size=float(abs(advantage_B).mean()),
-        alike=share(len(set(r[~np.isnan(r)])) < 2 for r in counted_PG), cut=share(map(out_of_tokens, episodes)),
+        alike=share(len(set(r[~np.isnan(r)])) < 2 for r in counted_PG),
+        cut=share(map(out_of_tokens, episodes)),
         silent=share(t == "none" for t in tools), left_out=share(r is None for r in rewards),
         struck=share(any(kind in REPLIES for _,kind in e.calls) for e in episodes))
 
