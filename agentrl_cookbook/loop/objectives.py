@@ -9,7 +9,8 @@ __all__ = ['CAPS', 'METHODS', 'Published', 'ReinforcePP', 'RLOO', 'Cispo', 'Unco
 import torch
 
 from ..algo.advantage import per_token,reinforce_pp_advantages,rloo_advantages
-from ..algo.objective import ratio,rloo_loss
+from ..algo.cispo import capped_share
+from ..algo.objective import rloo_loss
 from .ppo import train_ppo
 from .train import AgentTrainer,train_rl
 
@@ -23,10 +24,9 @@ class Published(AgentTrainer):
         self.last = [None if r is None else r.detach() for r in results]
         return results
 
-    def log_clipped(self, clipped, mask):
-        "Log the share of what the mask counts under the name that TRL gives it for PPO's clip"
-        share = (clipped*mask).sum()/mask.sum().clamp(min=1)
-        self._metrics["train"]["clip_ratio/region_mean"].append(share.item())
+    def log_clipped(self, share):
+        "Under the name that TRL gives to what PPO's clip stops"
+        self._metrics["train"]["clip_ratio/region_mean"].append(share)
 
 # %% ../../nbs/loop/objectives.ipynb #bb9f2856
 class ReinforcePP(Published):
@@ -48,7 +48,7 @@ class RLOO(Published):
         product_B = ((self.last[0]-old_BT)*mask_BT).sum(1).exp()
         high_B,low_B = product_B > 1+self.epsilon_high,product_B < 1-self.epsilon_low
         stopped_B = torch.where(advantage_B > 0, high_B, low_B)
-        self.log_clipped(stopped_B & (advantage_B != 0), torch.ones_like(product_B))
+        self.log_clipped((stopped_B & (advantage_B != 0)).float().mean().item())
         entropy = (entropy_BT*mask_BT).sum()/mask_BT.sum().clamp(min=1)
         self._metrics["train"]["entropy"].append(entropy.item())
         return rloo_loss(logp_BT, old_BT, per_token(advantage_B, mask_BT), mask_BT,
@@ -59,8 +59,8 @@ class Cispo(Published):
     "CISPO (2506.13585) that logs how many weights are capped, whatever the advantage"
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
-        weight_BT = ratio(self.last[0], inputs["old_per_token_logps"])
-        self.log_clipped(weight_BT > self.epsilon_high, inputs["completion_mask"]*inputs["tool_mask"])
+        mask_BT = inputs["completion_mask"]*inputs["tool_mask"]
+        self.log_clipped(capped_share(self.last[0], inputs["old_per_token_logps"], mask_BT, self.epsilon_high))
         return loss
 
 # %% ../../nbs/loop/objectives.ipynb #d1457ea9

@@ -15,6 +15,7 @@ from datasets import Dataset
 from transformers import PrinterCallback,get_linear_schedule_with_warmup
 from trl import GRPOConfig,GRPOTrainer
 
+from ..algo.filter import dynamic_sampling
 from .rollout import rollout
 from ..policy.sft import Progress,make_optimizer,quiet,resume
 
@@ -88,8 +89,8 @@ def keep_mixed(
     keep:int,              # Groups to keep, at most P
 )->list[int]:              # Their indices: groups with different rewards first, each part in its old order
     "Choose the groups that carry a signal"
-    mixed = reward_PG.max(1) > reward_PG.min(1)
-    return sorted(range(len(reward_PG)), key=lambda i: not mixed[i])[:keep]
+    mixed = dynamic_sampling(torch.as_tensor(reward_PG), keep)[0].tolist()
+    return (mixed+[i for i in range(len(reward_PG)) if i not in mixed])[:keep]
 
 # %% ../../nbs/loop/train.ipynb #674274dc
 def train_rl(
