@@ -136,16 +136,17 @@ def test_conclusions_follow_the_figures(gain, outcome, capsys):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt, numpy as np, pandas as pd
+    from agentrl_cookbook.evals.stats import in_words
     from agentrl_cookbook.run import mean_interval, verdict
     metrics,short,long = made_up(gain)
     studies = dict(bonus=["outcome", "0.1 a call", "0.1 a call, limited"], mix=["outcome", "weighted mix"],
                    illegal=["outcome", "fine, ends", "fine, goes on"], credit=["episode", "sub-task", "turn", "token"],
                    process=["episode", "step", "step, rolled out"])
     space = dict(np=np, pd=pd, plt=plt, mean_interval=mean_interval, verdict=verdict, metrics=metrics, SHORT=short,
-                 LONG=long, STUDIES=studies, results=lambda name: [dict(metrics=metrics)])
+                 LONG=long, STUDIES=studies, results=lambda name: [], in_words=in_words)
     for cell in code_after("## What came out"): exec(cell, space)
     plt.close("all")
     said = capsys.readouterr().out
-    assert "published: 36 runs, 3 seeds" in said and f"K24 · {outcome}" in said
-    assert "K18 in training · not reproduced" in said and "K35 shaping · not reproduced" in said
+    assert "a slice: 36 runs, 3 seeds" in said and f"K24 · {outcome}" in said
+    assert "K18 in training, against the episode · not reproduced" in said and "K35 shaping · not reproduced" in said
     assert "success, sub-task minus episode: +0.000 [+0.000, +0.000], no difference" in said and "too few" not in said

@@ -60,7 +60,8 @@ class Cispo(Published):
     def _compute_loss(self, model, inputs):
         loss = super()._compute_loss(model, inputs)
         mask_BT = inputs["completion_mask"]*inputs["tool_mask"]
-        self.log_clipped(capped_share(self.last[0], inputs["old_per_token_logps"], mask_BT, self.epsilon_high))
+        old_BT = inputs["old_per_token_logps"]
+        self.log_clipped(capped_share(self.last[0], old_BT, mask_BT, self.epsilon_high))
         return loss
 
 # %% ../../nbs/loop/objectives.ipynb #d1457ea9
