@@ -1,5 +1,5 @@
 """What every test shares: the checkout, a copy of it to write in, and an environment without a network."""
-import os,shutil
+import os,shutil,tempfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,14 @@ for name in [k for k in os.environ if k.startswith("AGENTRL_")]: del os.environ[
 def root():
     "The checkout"
     return ROOT
+
+@pytest.fixture(scope="session", autouse=True)
+def temporary_files(tmp_path_factory):
+    "What tests, and the programs they kill, leave in the temporary folder goes with pytest's own"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
 
 @pytest.fixture
 def checkout(tmp_path):
