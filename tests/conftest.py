@@ -17,12 +17,14 @@ def root():
     return ROOT
 
 @pytest.fixture(scope="session", autouse=True)
-def temporary_files(tmp_path_factory):
-    "What tests, and the programs they kill, leave in the temporary folder goes with pytest's own"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TMPDIR", str(tmp_path_factory.mktemp("tmp")))
-        patch.setattr(tempfile, "tempdir", None)
-        yield
+def temporary_files():
+    "What tests, and the programs they kill, leave in the temporary folder goes with them"
+    with tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True) as folder:
+        os.chmod(folder, 0o755)  # the jails run as nobody
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TMPDIR", folder)
+            patch.setattr(tempfile, "tempdir", None)
+            yield
 
 @pytest.fixture
 def checkout(tmp_path):
