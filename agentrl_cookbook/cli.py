@@ -253,7 +253,9 @@ def find_run(
     root = runs.runs_dir()
     made = [p.parent for p in root.rglob("command.txt")]
     found = [p for p in made if p.parent == root/run] or [p for p in made if p.name.startswith(run)]
-    if not found: raise ValueError(f"There is no run `{run}` in {_short(root)}: see `agentrl list`.")
+    if not found or not run: raise ValueError(f"There is no run `{run}` in {_short(root)}.")
+    names = {p.name for p in found if p.parent != root/run}
+    if len(names) > 1: raise ValueError(f"Several runs begin with `{run}`: {', '.join(sorted(names))}.")
     return max(found, key=lambda p: p.stat().st_mtime)
 
 # %% ../nbs/cli.ipynb #8a9a2cf5
@@ -311,8 +313,7 @@ def main(
     "The `agentrl` command"
     args = _parser().parse_args(argv)
     try: return args.act(args) or 0
-    except (TypeError, ValueError) as e: return _fail(2, e)
-    except OSError as e: return _fail(1, e)
+    except (TypeError, ValueError, OSError) as e: return _fail(1 if isinstance(e, OSError) else 2, e)
     except KeyboardInterrupt:
-        _fail(130, "Interrupted. Repeat the command to resume.")
-        os._exit(130)  # the guard ends the kernel; what asyncio would say about that helps nobody
+        if args.act is not _run: return _fail(130, "Interrupted.")
+        os._exit(_fail(130, "Interrupted. Repeat the command to resume."))  # asyncio's words help nobody

@@ -111,6 +111,8 @@ def run_folder(
     params:dict,        # Every parameter and its value
 )->Path:                # `<runs_dir>/<notebook>/<run_id>`; it is not made
     "Where a run is kept"
+    if shared := [k for k in ("stage", "part") if params.get(k)]:
+        raise ValueError(f"`{shared[0]}` is for processes on one folder: use papermill with -p out_dir.")
     notebook = Path(notebook).resolve()
     nbs = next((d for d in notebook.parents if d.name == "nbs"), notebook.parent)
     return runs_dir()/notebook.relative_to(nbs).with_suffix("")/run_id(notebook, params)

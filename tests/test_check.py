@@ -338,7 +338,8 @@ def test_the_help_has_an_example_and_says_that_code_is_run(folder):
 
 WRONG = {
     "nowhere:f": "There is no module `nowhere`", "rewards:god": "has no function `god`. Did you mean `good`?",
-    "rewards:constant": "has no function `constant`", "rewards.py": "is no MODULE:FUNCTION", "rewards:": "is no MODULE:FUNCTION",
+    "rewards:constant": "has no function `constant`", "rewards.py": "is no MODULE:FUNCTION", "rewards.py:good": "write `rewards:good`",
+    "rewards:": "is no MODULE:FUNCTION",
     "broken:f": "`broken` cannot be imported: SyntaxError", "needs:f": "`needs` needs a module that is missing: nowhere",
     "stops:f": "`stops` cannot be imported: SystemExit", "rewards:raises": "ZeroDivisionError (division by zero) in line 6 of rewards.py",
     "rewards:peeks": "It is judged by that field and does not see it", "rewards:leaves": "SystemExit",
@@ -353,7 +354,8 @@ def test_wrong_functions_are_named(folder, monkeypatch, capsys, name):
     assert WRONG[name] in said and said.startswith("agentrl: ") and said.count("\n") == 1 and not out
 
 @pytest.mark.parametrize("args", [("rewards:raises", "e.jsonl"), ("rewards:good", "rewards.py"),
-                                  ("rewards:good", "e.jsonl", "--plot", "no/such/folder.png")])
+                                  ("rewards:good", "e.jsonl", "--plot", "no/such/folder.png"),
+                                  ("rewards:good", "e.jsonl", "--plot", "plot.txt")])
 def test_wrong_input_of_a_process_is_one_sentence(folder, args):
     done = agentrl(folder, "check-reward", *args)
     assert done.returncode == 2 and not done.stdout

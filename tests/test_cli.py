@@ -6,6 +6,8 @@ import nbformat,papermill,psutil,pytest,yaml
 from nbformat.v4 import new_code_cell,new_markdown_cell,new_notebook
 
 from agentrl_cookbook import cli
+from agentrl_cookbook.cli import find_run
+from agentrl_cookbook.run import run_folder
 
 AGENTRL = Path(sys.executable).with_name("agentrl")
 IMPORTS = """import json,os,signal,subprocess,sys,time
@@ -98,6 +100,19 @@ def test_unknown_names(repo):
     assert_says(agentrl(repo, "show", "toy"), 2, "There is no run `toy` in _runs")
     assert_says(agentrl(repo, "publish", "toy"), 2, "There is no run `toy`")
     assert agentrl(repo).returncode == agentrl(repo, "walk").returncode == 2
+
+def test_a_name_that_fits_several_runs_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("AGENTRL_RUNS_DIR", str(tmp_path))
+    for run in ("abc1", "abd2"):
+        (tmp_path/"toy"/run).mkdir(parents=True)
+        (tmp_path/"toy"/run/"command.txt").write_text("agentrl run toy\n")
+    with pytest.raises(ValueError, match="Several runs begin with `ab`: abc1, abd2"): find_run("ab")
+    with pytest.raises(ValueError, match="There is no run ``"): find_run("")
+    assert find_run("abd").name == "abd2" and find_run("toy").parent == tmp_path/"toy"
+
+@pytest.mark.parametrize("name", ["stage", "part"])
+def test_a_share_has_no_run_of_its_own(name):
+    with pytest.raises(ValueError, match=f"`{name}` is for processes on one folder"): run_folder("nbs/x.ipynb", {name: "1/2"})
 
 def test_help_has_examples(repo):
     for command in ("list", "params", "run", "show", "publish"):

@@ -121,6 +121,7 @@ def share(
     part:str,   # `3/14` for the third of 14 processes; "" for a single one
 )->list:        # The units of this process
     "Every n-th unit, from the i-th, for the part `i/n`"
-    i,n = map(int, (part or "1/1").split("/"))
+    try: i,n = map(int, (part or "1/1").split("/"))
+    except ValueError: raise ValueError(f"part is {part!r}: give two numbers, such as 3/14.") from None
     if not 1 <= i <= n: raise ValueError(f"There is no part {part!r}: give 1/{n} to {n}/{n}.")
     return list(units)[i-1::n]

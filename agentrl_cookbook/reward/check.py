@@ -10,6 +10,7 @@ __all__ = ['LIMITS', 'parting', 'Measured', 'describe', 'paid', 'measure', 'auc'
 # %% ../../nbs/reward/check.ipynb #4ad2fa50
 from collections import defaultdict
 from itertools import compress,groupby,takewhile
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -287,7 +288,8 @@ def draw(
     base,unit = unit_of(m.table)
     landed = m.twins.groupby(["kind", "success", "variant"]).reward.mean().groupby(["success", "kind"]).max()
     for k,name in names.items():
-        f.barh(np.arange(len(MADE))-.35*k, ((landed[k]-base)/unit).reindex(MADE), .35, label=name)
+        best = landed.get(k, pd.Series(dtype=float)).reindex(MADE)
+        f.barh(np.arange(len(MADE))-.35*k, (best-base)/unit, .35, label=name)
     f.set(title="Twins, best paid of a kind", yticks=range(len(MADE)), yticklabels=MADE,
           xlabel="reward (0: mean failure, 1: mean success)")
     for ax in (d, f): ax.invert_yaxis()
@@ -301,6 +303,10 @@ def check_reward(
     plot:str="",     # File to save the plot in; "" for none
 )->tuple:            # Findings as `judge` gives them, and the table of `correlations`
     "Check a reward function on recorded episodes"
+    from matplotlib.figure import Figure
+    known = Figure().canvas.get_supported_filetypes()
+    if plot and not (Path(plot).suffix[1:] in known and Path(plot).parent.is_dir()):
+        raise ValueError(f"Cannot write the plot {plot}: name a .png or .svg file in a folder that exists.")
     measured = measure(load_reward(name), read_episodes(episodes))
     if plot:
         try: draw(measured).savefig(plot)

@@ -75,7 +75,7 @@ def read_episodes(
     file:str|Path,  # JSON lines
 )->list[dict]:      # The episodes, with `domain`, `group`, `expected` and `twins` filled in
     "Read recorded episodes, or say in one sentence what is wrong with them"
-    try: lines = Path(file).read_text(encoding="utf-8").split("\n")
+    try: lines = Path(file).read_text(encoding="utf-8-sig").split("\n")
     except OSError as e: raise ValueError(f"Cannot read the episodes in {file}: {e.strerror}.") from None
     except UnicodeDecodeError: raise ValueError(f"{file} is no text: give a file of JSON lines.") from None
     rows = []
@@ -108,12 +108,14 @@ def load_reward(
     module,colon,function = name.partition(":")
     if not colon or not all(o.isidentifier() for o in [*module.split("."), function]):
         raise ValueError(f"`{name}` is no MODULE:FUNCTION: for f of rewards.py write `rewards:f`.")
+    if module.endswith(".py"): raise ValueError(f"`{name}` names a file: write `{module[:-3]}:{function}`.")
     if "" not in sys.path: sys.path.insert(0, "")
     try: loaded = importlib.import_module(module)
     except ModuleNotFoundError as e:
         if module != e.name and not module.startswith(f"{e.name}."):
             raise ValueError(f"`{module}` needs a module that is missing: {e.name}.") from None
-        raise ValueError(f"There is no module `{module}`: start in the folder of {module}.py.") from None
+        path = module.replace(".", "/")+".py"
+        raise ValueError(f"There is no module `{module}`: start in the folder of {path}.") from None
     except (Exception, SystemExit) as e:
         raise ValueError(f"`{module}` cannot be imported: {_what(e)}.") from None
     found = getattr(loaded, function, None)
@@ -153,7 +155,7 @@ def credits(
         raise ValueError(f"The reward function gives {len(parts)} numbers for {K} calls and an answer "
                          f"in {name}: give {K+1}, or one for the whole episode.")
     try: values = np.array([float(v) for v in parts if not isinstance(v, str)])
-    except (TypeError, ValueError): values = np.array([])
+    except (TypeError, ValueError, OverflowError): values = np.array([])
     if len(values) != K+1 or not np.isfinite(values).all():
         raise ValueError(f"The reward function gives {given!r:.60} for {name}: give a finite number.")
     return values
