@@ -6,8 +6,6 @@ import nbformat,papermill,psutil,pytest,yaml
 from nbformat.v4 import new_code_cell,new_markdown_cell,new_notebook
 
 from agentrl_cookbook import cli
-from agentrl_cookbook.cli import find_run
-from agentrl_cookbook.run import run_folder
 
 AGENTRL = Path(sys.executable).with_name("agentrl")
 IMPORTS = """import json,os,signal,subprocess,sys,time
@@ -106,13 +104,13 @@ def test_a_name_that_fits_several_runs_is_refused(tmp_path, monkeypatch):
     for run in ("abc1", "abd2"):
         (tmp_path/"toy"/run).mkdir(parents=True)
         (tmp_path/"toy"/run/"command.txt").write_text("agentrl run toy\n")
-    with pytest.raises(ValueError, match="Several runs begin with `ab`: abc1, abd2"): find_run("ab")
-    with pytest.raises(ValueError, match="There is no run ``"): find_run("")
-    assert find_run("abd").name == "abd2" and find_run("toy").parent == tmp_path/"toy"
+    with pytest.raises(ValueError, match="Several runs begin with `ab`: abc1, abd2"): cli.find_run("ab")
+    with pytest.raises(ValueError, match="There is no run ``"): cli.find_run("")
+    assert cli.find_run("abd").name == "abd2" and cli.find_run("toy").parent == tmp_path/"toy"
 
 @pytest.mark.parametrize("name", ["stage", "part"])
 def test_a_share_has_no_run_of_its_own(name):
-    with pytest.raises(ValueError, match=f"`{name}` is for processes on one folder"): run_folder("nbs/x.ipynb", {name: "1/2"})
+    with pytest.raises(ValueError, match=f"`{name}` is for processes on one folder"): cli.runs.run_folder("nbs/x.ipynb", {name: "1/2"})
 
 def test_help_has_examples(repo):
     for command in ("list", "params", "run", "show", "publish"):

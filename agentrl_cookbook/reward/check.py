@@ -303,10 +303,11 @@ def check_reward(
     plot:str="",     # File to save the plot in; "" for none
 )->tuple:            # Findings as `judge` gives them, and the table of `correlations`
     "Check a reward function on recorded episodes"
-    from matplotlib.figure import Figure
-    known = Figure().canvas.get_supported_filetypes()
-    if plot and not (Path(plot).suffix[1:] in known and Path(plot).parent.is_dir()):
-        raise ValueError(f"Cannot write the plot {plot}: name a .png or .svg file in a folder that exists.")
+    if plot:
+        from matplotlib.figure import Figure
+        known = Figure().canvas.get_supported_filetypes()
+        if not (Path(plot).suffix[1:] in known and Path(plot).parent.is_dir()):
+            raise ValueError(f"Cannot write the plot {plot}: name a .png file in a folder that exists.")
     measured = measure(load_reward(name), read_episodes(episodes))
     if plot:
         try: draw(measured).savefig(plot)
